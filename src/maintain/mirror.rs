@@ -109,6 +109,20 @@ impl Mirror {
         Ok(())
     }
 
+    /// Copies from another mirror what it has of the log beyond this one, with manifests and directories as in
+    /// [`follow`](Self::follow); returns whether there was any. For hosts that lack the last commits while the store does not
+    /// answer.
+    #[boxed]
+    pub async fn learn(from: &Store, memory: &Store) -> Result<bool> {
+        let (ours, theirs) = (SessionLog::open(memory).await?, SessionLog::open(from).await?);
+        // Following an older log, or that of another run, would empty the mirror.
+        let is_ahead = theirs.sequence() > ours.sequence() && memory.history().run().await? == from.history().run().await?;
+        if is_ahead {
+            Self::new(from, memory).follow(&theirs).await?;
+        }
+        Ok(is_ahead)
+    }
+
     /// Copies the newest catalog of the store, and removes older log entries except the last 64 before it, if there are more than
     /// [`KEPT_ENTRIES`](Self::KEPT_ENTRIES). Call it after [`follow`](Self::follow), and only while no reader needs the log as
     /// of an earlier entry.

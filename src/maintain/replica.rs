@@ -238,8 +238,15 @@ impl Replica {
         }
         for (at, present) in self.complete_steps(to).await? {
             if let Entry::Vacant(unknown) = self.parents.entry(at) {
-                let receipts = to.receipts(at, &present).await?;
-                unknown.insert(receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot));
+                // A host that wrote whole chunks has noted the parent of the other hosts: the snapshot needs that parent, all of it.
+                let parent = match to.parent(at).await? {
+                    Some(noted) => noted,
+                    None => {
+                        let receipts = to.receipts(at, &present).await?;
+                        receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot)
+                    }
+                };
+                unknown.insert(parent);
             }
         }
         Ok(())

@@ -175,12 +175,24 @@ impl HostWriter {
     }
 
     /// Parent of the deltas of all hosts for a step, if the store does not answer: the one that the policy chooses from the
-    /// log in the mirror. The upload fails if the other hosts choose another parent, because their mirrors have more of the log.
+    /// log in the mirror, if the mirror has it. The upload fails if the other hosts choose another parent, because their mirrors
+    /// have more of the log.
     #[boxed]
     pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         self.cut_off().await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
-        Ok(parent)
+        match parent {
+            Some(parent) if self.has_parent(parent).await? => Ok(Some(parent)),
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether the mirror has this host's part of a snapshot and of its chain, as far as the log is known.
+    pub async fn has_parent(&self, parent: Id) -> Result<bool> {
+        match self.log.state().by_id(parent) {
+            Some(record) => self.is_mirrored(record).await,
+            None => Ok(false),
+        }
     }
 
     /// Takes the log from the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks its

@@ -252,3 +252,31 @@ async fn hosts_with_deltas_against_different_snapshots_are_told() {
     let fixed = SessionExchange::new(&hosts.store, hosts.session).parent(key).await.unwrap();
     assert_eq!(fixed, Some(None));
 }
+
+/// The store goes away before one host has read the last commit.
+#[tokio::test]
+async fn a_mirror_learns_the_last_commits_from_another() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save_durably(1).await;
+    hosts.save_durably(2).await;
+    let log = SessionLog::open(&hosts.store).await.unwrap();
+    // The first has not read step 2.
+    hosts.hosts[1].1.follow(&log).await.unwrap();
+    let [behind, ahead] = [0, 1].map(|host| hosts.hosts[host].1.memory().clone());
+    std::fs::remove_dir_all(hosts.path("store")).unwrap();
+    assert_eq!(SessionLog::open(&behind).await.unwrap().sequence() + 1, log.sequence());
+    assert!(!Mirror::learn(&behind, &ahead).await.unwrap(), "the other has less");
+    assert!(Mirror::learn(&ahead, &behind).await.unwrap());
+    assert!(!Mirror::learn(&ahead, &behind).await.unwrap(), "both have the same");
+    for memory in [behind, ahead] {
+        let known = SessionLog::open(&memory).await.unwrap();
+        assert_eq!(known.sequence(), log.sequence());
+        for record in known.records() {
+            assert!(memory.snapshot(record.step).await.is_ok(), "the manifest of step {}", record.step);
+        }
+    }
+    // Both choose the same parent now.
+    let one = hosts.hosts[0].0.mirrored_parent(at(0, 3)).await.unwrap();
+    assert!(one.is_some());
+    assert_eq!(one, hosts.hosts[1].0.mirrored_parent(at(0, 3)).await.unwrap());
+}

@@ -1,7 +1,7 @@
 //! Watches the copies that other hosts have of this host's steps, as their agents tell, and refills this host's memory from
 //! copies of its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use crate::peers_option::Peers;
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
     let (run, own) = (&work.run, work.hosts.position());
     let placement = Placement::of(&peers);
-    let (mut others, mut first, mut found_earlier) = (None, None, false);
+    let (mut others, mut first, mut found_earlier, mut waiting_since) = (None, None, false, None);
     let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
     loop {
         tokio::time::sleep(POLL).await;
@@ -47,6 +47,11 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
         if !work.awaits_copies() {
             continue;
         }
+        // The store may have gone away before this host had read the last commits. Without them, nobody can copy its deltas.
+        if work.contact.is_silent(SILENCE) && waiting_since.get_or_insert_with(Instant::now).elapsed() >= SILENCE {
+            learn_from_others(&work, &peers, &memory).await;
+            waiting_since = None;
+        }
         // Certificates may have been renewed since a failure.
         let open = match others.take() {
             Some(open) => Some(open),
@@ -70,7 +75,10 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
         others = Some(open).filter(|_| !has_failed);
         let Some(key) = work.newest_copied(&copies, peers.replicas as usize) else { continue };
         match fits_to_first_host(&work, &mut first, &memory, key).await {
-            Ok(true) => work.report_copies(key),
+            Ok(true) => {
+                work.report_copies(key);
+                waiting_since = None;
+            }
             Ok(false) => {}
             Err(error) => {
                 tracing::debug!(run = run.spec.run, step = key.step, %error, "host 0 does not tell its parent of a step");
@@ -91,6 +99,25 @@ async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memo
     // Host 0 forgets the parents of decided steps.
     let fits = first.agrees(&Mirror::new(store, memory), session, key).await?;
     Ok(fits.unwrap_or_else(|| work.is_decided(key)))
+}
+
+/// Copies into this host's mirror what hosts that have more of the log know of it.
+async fn learn_from_others(work: &HostWork, peers: &Peers, memory: &Store) {
+    let (spec, own, placement) = (&work.run.spec, work.hosts.position(), Placement::of(peers));
+    let (holders, observed) = (placement.possible_holders(own, TOLERATED_LOSSES), placement.observed(own, TOLERATED_LOSSES));
+    let asked: BTreeSet<u32> = holders.into_iter().chain(observed).chain([0]).filter(|host| *host != own).collect();
+    for host in asked {
+        let Some(address) = peers.addresses.get(host as usize) else { continue };
+        let learned = async {
+            let peer = Peer::open(address, &spec.key, Tls::of_run(peers, &spec.key)?, ResponseLimits::default())?;
+            Mirror::learn(&peer.store("mirror"), memory).await
+        };
+        match learned.await {
+            Ok(false) => {}
+            Ok(true) => tracing::info!(run = spec.run, host, "read the last commits from another host, because the store does not answer"),
+            Err(error) => tracing::debug!(run = spec.run, host, %error, "another host does not tell its log"),
+        }
+    }
 }
 
 /// Copies what this host's mirror lacks of its own part, from other hosts or from the store; returns whether it is whole.
@@ -126,6 +153,8 @@ async fn refill_mirror(work: &HostWork, peers: &Peers, refill: &mut Refill) -> R
     Ok(still_missing == 0)
 }
 
+/// Time without an answer after which the store counts as silent, and between questions to other hosts meanwhile.
+const SILENCE: Duration = Duration::from_secs(3);
 /// Time between attempts while other places lack a part, too.
 const WHILE_MISSING: Duration = Duration::from_secs(1);
 /// Time between attempts after a failure.

@@ -53,6 +53,11 @@ impl FirstHost {
         tokio::time::timeout(PATIENCE, noted).await.ok()
     }
 
+    /// Copies what host 0 has of the log beyond this host's mirror; returns whether there was any.
+    pub(super) async fn teach(&self, memory: &Store) -> Result<bool> {
+        Mirror::learn(&self.mirror, memory).await
+    }
+
     /// Whether a step of this host's mirror and that of host 0 can become one snapshot, as far as host 0 has the step.
     pub(super) async fn agrees(&self, mirror: &Mirror, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
         mirror.fits(&self.mirror, session, at).await

@@ -220,6 +220,14 @@ impl HostEncoder {
             Some(first) => {
                 writer.cut_off().await?;
                 let noted = first.await_parent(session, at).await;
+                if let Some(parent) = noted.flatten()
+                    && !writer.has_parent(parent).await?
+                {
+                    if let Err(error) = first.teach(&self.memory).await {
+                        tracing::debug!(step = at.step, %error, "host 0 does not tell its log");
+                    }
+                    writer.cut_off().await?;
+                }
                 if noted.is_none() {
                     // Its certificates may have been renewed.
                     self.first = None;

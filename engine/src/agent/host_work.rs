@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorcask::wire::SessionStep;
 use tokio::sync::mpsc::UnboundedSender;
@@ -264,6 +264,11 @@ impl StoreContact {
     /// Notes that the store has answered.
     pub(super) fn note_answer(&self) {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Whether the store has not answered for so long.
+    pub(super) fn is_silent(&self, limit: Duration) -> bool {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner).is_none_or(|answered| answered.elapsed() >= limit)
     }
 
     /// Whether the store has answered since.
