@@ -176,7 +176,8 @@ impl HostEncoder {
         let mut is_cut_off = is_silent || work.is_without_store();
         let limit = if self.silent_since.is_some() { ASK_AGAIN } else { PARENT_TIMEOUT };
         if self.first.is_none() {
-            self.first = FirstHost::open(&work)?;
+            // A host with unusable certificates saves nevertheless.
+            self.first = FirstHost::open(&work).unwrap_or_default();
         }
         let first = self.first.as_ref();
         let writer = match &mut self.writer {
