@@ -38,10 +38,6 @@ def tensors_of(state: Any) -> Iterator[torch.Tensor]:
         yield state
 
 
-def plain_dicts(state: Any) -> Any:
-    return {key: plain_dicts(value) for key, value in state.items()} if isinstance(state, dict) else state
-
-
 def bytes_of(state: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(state))
 
@@ -177,18 +173,14 @@ class Bench:
         measure("`torch.save` to a file", lambda: torch.save(self.training.state(), file), nothing, nothing)
         target = self.folder / "dcp"
 
-        def dcp_state() -> dict[str, Any]:
-            # DCP's stager takes plain dictionaries only.
-            return plain_dicts(self.training.state())
-
         # DCP's saves must not overlap: the one before is waited for, as its documentation asks.
         pending: list[Any] = []
 
-        def dcp_save(**options: Any) -> Callable[[], Any]:
+        def dcp_save(checkpoint: Path | None = None, **options: Any) -> Callable[[], Any]:
             def save() -> Any:
-                while pending:
-                    result(pending.pop())
-                pending.append(dcp.async_save(dcp_state(), checkpoint_id=str(target), **options))
+                last(None)
+                name = checkpoint or f"step-{self.training.step}"
+                pending.append(dcp.async_save(self.training.state(), checkpoint_id=str(name), **options))
                 return pending[-1]
 
             return save
@@ -200,7 +192,7 @@ class Bench:
             while pending:
                 result(pending.pop())
 
-        measure("DCP `async_save`, files", dcp_save(), nothing, last)
+        measure("DCP `async_save`, files", dcp_save(target), nothing, last)
         try:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -210,19 +202,15 @@ class Bench:
             def staged(saving: Any) -> None:
                 saving.staging_completion.result()
 
-            measure("DCP `async_save`, files, staged in pinned memory beside the training", dcp_save(async_stager=stager), staged, last)
+            measure(
+                "DCP `async_save`, files, staged in pinned memory beside the training", dcp_save(target, async_stager=stager), staged, last
+            )
             stager.close()
         except Exception as error:
             print(f"| DCP with asynchronous staging | not run: {error} | | |")
         writer = tensorcask.Store(self.folder / "writer").writer()
 
-        def by_writer() -> Any:
-            while pending:
-                result(pending.pop())
-            pending.append(dcp.async_save(self.training.state(), checkpoint_id=f"step-{self.training.step}", storage_writer=writer))
-            return pending[-1]
-
-        measure("DCP `async_save` with tensorcask's writer", by_writer, nothing, last)
+        measure("DCP `async_save` with tensorcask's writer", dcp_save(storage_writer=writer), nothing, last)
         shutil.rmtree(self.folder / "writer", ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
 

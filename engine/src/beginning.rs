@@ -1,7 +1,8 @@
 //! The beginning of a session of many hosts: all hosts agree on the log entry after which it begins.
 //!
 //! They agree through the store if it answers. Otherwise, the host of rank 0 reads what all hosts have in memory, and tells
-//! the others through its agent. If the store answers host 0 and not this one, this host asks the store again and again. The session then knows the log only up to that entry: see [`KnownLog`].
+//! the others through its agent. The session then knows the log only up to that entry: see [`KnownLog`]. If the store answers
+//! host 0 and not yet another host, that host waits until the store answers it, too.
 
 use std::time::Duration;
 
@@ -47,7 +48,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
         Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
     };
     tracing::warn!(run = spec.run, store = first.url(), %error, "the store does not answer; asking the other hosts where the session begins");
-    let found = join_by_hosts(spec, hosts, run, &others).await.map_err(|memory| {
+    let found = join_by_hosts(first, hosts, run, &others).await.map_err(|memory| {
         let message =
             format!("the store does not answer ({}), and the session cannot begin from memory: {}", error.message(), memory.message());
         Error::new(ErrorKind::Storage, message).object(first.url()).source(error)
@@ -64,7 +65,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
 
 /// Returns the log entry after which the session begins, from other ranks of this host, or from the memory of all hosts.
 /// `None` if the store has answered in the meantime: the other hosts have agreed there.
-async fn join_by_hosts(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<u64>> {
+async fn join_by_hosts(store: &Store, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<u64>> {
     let _held = lock_file(&run.hosts_lock())?;
     let notes = HostNotes::read(run, hosts.session);
     match (notes.known, notes.after) {
@@ -73,7 +74,7 @@ async fn join_by_hosts(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, other
         (None, Some(after)) => return Ok(Some(after)),
         (None, None) => {}
     }
-    let Some(beginning) = join_by_memory(spec, hosts, run, others).await? else { return Ok(None) };
+    let Some(beginning) = join_by_memory(store, hosts, run, others).await? else { return Ok(None) };
     let after = beginning.known.sequence;
     HostNotes::update(run, hosts.session, |notes| {
         notes.known = Some(beginning.known);
@@ -120,7 +121,7 @@ async fn fill_mirror(run: &RunFolder, store: &Store) -> Result<()> {
 
 /// Begins the session from the memory of all hosts, and prepares this host's mirror. The caller holds the lock of hosts.
 /// `None` if the session begins in the store.
-async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<Beginning>> {
+async fn join_by_memory(store: &Store, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<Beginning>> {
     let beginning = match others.own {
         0 => match begin(hosts, run, others).await {
             Ok(beginning) => beginning,
@@ -129,14 +130,10 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
                 return Err(error);
             }
         },
-        _ => {
-            let stores = spec.stores()?;
-            let store = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-            match wait_for_beginning(hosts, others, store).await? {
-                Some(beginning) => beginning,
-                None => return Ok(None),
-            }
-        }
+        _ => match wait_for_beginning(hosts, others, store).await? {
+            Some(beginning) => beginning,
+            None => return Ok(None),
+        },
     };
     let known = &beginning.known;
     let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: Some(known.sequence) };
@@ -162,7 +159,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
     remove_older(run, hosts.session, known.sequence)?;
     tracing::warn!(
-        run = spec.run,
+        store = store.url(),
         entry = known.sequence,
         step = known.continued.last().and_then(|session| session.newest),
         silent = ?survey.silent,

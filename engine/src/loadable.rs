@@ -73,10 +73,10 @@ impl Steps {
     }
 
     /// Adds the steps of the first tier, `records` in the order of its log, and those of the hosts that were committed there.
-    /// What was committed since the session began has its place among the uncommitted steps of the hosts.
+    /// Steps that were committed after the session began are placed among the uncommitted steps of the hosts.
     fn add_log(&mut self, records: &[SnapshotRecord], source: &Source, hosts: &HostsMemory) {
         let (before, since): (Vec<_>, Vec<_>) = records.iter().partition(|record| record.sequence <= hosts.after);
-        for record in since.iter().filter(|record| !hosts.uncommitted.contains(&record.step)) {
+        for record in since {
             if !self.has(record.step) {
                 let is_older = |known: &Loadable| known.source == Source::Hosts && known.step < record.step;
                 let place = self.0.iter().position(is_older).unwrap_or(self.0.len());

@@ -109,9 +109,8 @@ impl Mirror {
         Ok(())
     }
 
-    /// Copies from another mirror what it has of the log beyond this one, with manifests and directories as in
-    /// [`follow`](Self::follow); returns whether there was any. For hosts that lack the last commits while the store does not
-    /// answer.
+    /// Copies log entries that a mirror lacks from another mirror, with manifests and directories as in
+    /// [`follow`](Self::follow); returns whether there were any. A host uses this while the store does not answer.
     #[boxed]
     pub async fn learn(from: &Store, memory: &Store) -> Result<bool> {
         let (ours, theirs) = (SessionLog::open(memory).await?, SessionLog::open(from).await?);
@@ -257,7 +256,7 @@ impl Mirror {
     pub async fn agree_on_parent(&self, session: SessionName, at: SessionStep) -> Result<()> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await? else { return Ok(()) };
         let fixed = SessionExchange::new(&self.store, session).fix_parent(at, ours).await?;
-        // Whole chunks agree with any parent, those of others, too.
+        // Whole chunks agree with any parent, and a host that wrote whole chunks may have been first.
         if fixed == ours || fixed.is_none() || self.writes_whole(session, at).await? {
             return Ok(());
         }
@@ -265,8 +264,8 @@ impl Mirror {
         Err(Error::new(ErrorKind::Conflict, message))
     }
 
-    /// Whether the receipts of a step in the mirror fit to those of another mirror, so that one snapshot can be made of both; `None`
-    /// if the other mirror does not tell yet.
+    /// Whether this mirror and another one used the same parent for a step, or this one holds whole chunks. Otherwise, no snapshot
+    /// can be made of both. `None` if the other mirror has no parent for the step yet.
     #[boxed]
     pub async fn fits(&self, other: &Store, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await?.flatten() else { return Ok(Some(true)) };

@@ -112,12 +112,13 @@ impl HostWriter {
         Ok(fixed)
     }
 
-    /// Fixes the parent of a step that another host uses already, without the store.
+    /// Fixes the parent that another host has chosen while the store did not answer; returns the fixed parent.
     pub async fn adopt_parent(&self, at: SessionStep, parent: Option<Id>) -> Result<Option<Id>> {
         self.exchange.fix_parent(at, parent).await
     }
 
-    async fn choose_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
+    /// Chooses the parent of a step by the policy, and fixes it unless another host was faster; returns the fixed parent.
+    pub async fn choose_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         self.catch_up().await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
         self.exchange.fix_parent(at, parent).await
@@ -187,7 +188,7 @@ impl HostWriter {
         }
     }
 
-    /// Whether the mirror has this host's part of a snapshot and of its chain, as far as the log is known.
+    /// Whether the log in the mirror names a snapshot, and the mirror has this host's part of the snapshot's chain.
     pub async fn has_parent(&self, parent: Id) -> Result<bool> {
         match self.log.state().by_id(parent) {
             Some(record) => self.is_mirrored(record).await,

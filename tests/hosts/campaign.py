@@ -3,9 +3,8 @@
     bash tests/hosts/run campaign [--kills 20] [--light] [--seed 0] [--folder .cache/hosts-campaign]
 
 Before some of the kills, the S3 server is killed too; it comes back once the job has resumed. No resume may be older than the
-newest step that all ranks have seen `replicated` since they resumed, or that was `durable`: until a step is `replicated`, another
-loss may take what the first one has left. No state may be mixed. Losses are compared with those of an
-undisturbed job. ``--light``: ranks without PyTorch, whose states follow from the step. An interrupted campaign goes on: kills that
+newest step that all ranks have seen `replicated` since they resumed, or that was `durable`. Until a step is `replicated` again,
+a second loss may remove the only copy. No state may be mixed. Losses are compared with those of an undisturbed job. ``--light``: ranks without PyTorch, whose states follow from the step. An interrupted campaign goes on: kills that
 were survived are in the folder.
 """
 

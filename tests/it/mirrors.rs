@@ -246,7 +246,7 @@ async fn hosts_with_deltas_against_different_snapshots_are_told() {
         assert_eq!(fits, Some(expected), "host {host} and host {other}");
     }
     assert_eq!(hosts.hosts[0].1.fits(&memory(1), hosts.session, at(0, 4)).await.unwrap(), Some(true), "nothing is saved");
-    // The host that wrote whole chunks comes first, and is in nobody's way.
+    // The host that wrote whole chunks fixes `None`, and the other host still agrees.
     hosts.hosts[2].1.agree_on_parent(hosts.session, key).await.unwrap();
     hosts.hosts[0].1.agree_on_parent(hosts.session, key).await.unwrap();
     let fixed = SessionExchange::new(&hosts.store, hosts.session).parent(key).await.unwrap();

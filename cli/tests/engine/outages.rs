@@ -237,7 +237,7 @@ fn hosts_with_different_mirrors_save_steps_that_can_be_restored() {
     job.assert_clean();
 }
 
-/// What is nearest may be old: the memory of the hosts keeps bases.
+/// The memory of the hosts keeps a base longer than the steps after the base.
 #[test]
 fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
     let mut job = Job::new().with_peers();
@@ -248,7 +248,7 @@ fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
     }
     job.wait_for_copy(2, 1, 3);
     drop(start);
-    // What host 1 saved last is in the store only.
+    // Only the store has the last cask of host 1.
     let replica = job.folder_of_run(2).join("replica-1/casks");
     let age = |path: &std::path::PathBuf| std::fs::metadata(path).unwrap().modified().unwrap();
     let mut casks: Vec<_> = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path()).collect();

@@ -81,7 +81,7 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             }
             Ok(false) => {}
             Err(error) => {
-                tracing::debug!(run = run.spec.run, step = key.step, %error, "host 0 does not tell its parent of a step");
+                tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
                 first = None;
             }
         }
@@ -101,7 +101,7 @@ async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memo
     Ok(fits.unwrap_or_else(|| work.is_decided(key)))
 }
 
-/// Copies into this host's mirror what hosts that have more of the log know of it.
+/// Copies log entries that this host's mirror lacks from other hosts.
 async fn learn_from_others(work: &HostWork, peers: &Peers, memory: &Store) {
     let (spec, own, placement) = (&work.run.spec, work.hosts.position(), Placement::of(peers));
     let (holders, observed) = (placement.possible_holders(own, TOLERATED_LOSSES), placement.observed(own, TOLERATED_LOSSES));
@@ -115,7 +115,7 @@ async fn learn_from_others(work: &HostWork, peers: &Peers, memory: &Store) {
         match learned.await {
             Ok(false) => {}
             Ok(true) => tracing::info!(run = spec.run, host, "read the last commits from another host, because the store does not answer"),
-            Err(error) => tracing::debug!(run = spec.run, host, %error, "another host does not tell its log"),
+            Err(error) => tracing::debug!(run = spec.run, host, %error, "the log cannot be copied from another host"),
         }
     }
 }

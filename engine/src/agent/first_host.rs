@@ -1,8 +1,8 @@
-//! What host 0 has chosen, as the other hosts read it in its mirror.
+//! The mirror of host 0: the other hosts read there which parent host 0 has chosen for a step.
 //!
 //! While the store does not answer, all hosts make their deltas against the parent that host 0 notes in its mirror: their own
-//! mirrors may differ by the last entries of the log. A host that does not learn it writes whole chunks, which agree with any
-//! parent.
+//! mirrors may differ by the last entries of the log. A host that cannot read the parent writes whole chunks, which agree
+//! with any parent.
 
 use std::time::Duration;
 
@@ -53,12 +53,12 @@ impl FirstHost {
         tokio::time::timeout(PATIENCE, noted).await.ok()
     }
 
-    /// Copies what host 0 has of the log beyond this host's mirror; returns whether there was any.
-    pub(super) async fn teach(&self, memory: &Store) -> Result<bool> {
+    /// Copies log entries that this host's mirror lacks from the mirror of host 0; returns whether there were any.
+    pub(super) async fn copy_log(&self, memory: &Store) -> Result<bool> {
         Mirror::learn(&self.mirror, memory).await
     }
 
-    /// Whether a step of this host's mirror and that of host 0 can become one snapshot, as far as host 0 has the step.
+    /// Whether the parts of this host and of host 0 can become one snapshot; `None` while host 0 has no part of the step.
     pub(super) async fn agrees(&self, mirror: &Mirror, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
         mirror.fits(&self.mirror, session, at).await
     }

@@ -176,7 +176,7 @@ impl HostEncoder {
         let mut is_cut_off = is_silent || work.is_without_store();
         let limit = if self.silent_since.is_some() { ASK_AGAIN } else { PARENT_TIMEOUT };
         if self.first.is_none() {
-            // A host with unusable certificates saves nevertheless.
+            // Without readable certificates, this host chooses alone. Its steps do not count as replicated.
             self.first = FirstHost::open(&work).unwrap_or_default();
         }
         let first = self.first.as_ref();
@@ -200,11 +200,11 @@ impl HostEncoder {
             false => match (answer(writer.fixed_parent(at), limit).await?, first) {
                 (None, _) => None,
                 (Some(Some(fixed)), _) => Some(fixed),
-                (Some(None), None) => answer(writer.fix_parent(at), limit).await?,
+                (Some(None), None) => answer(writer.choose_parent(at), limit).await?,
                 // Host 0 may have begun with the step before the store answered again.
                 (Some(None), Some(first)) => match first.parent(session, at).await {
                     Some(noted) => answer(writer.adopt_parent(at, noted), limit).await?,
-                    None => answer(writer.fix_parent(at), limit).await?,
+                    None => answer(writer.choose_parent(at), limit).await?,
                 },
             },
         };
@@ -224,8 +224,8 @@ impl HostEncoder {
                 if let Some(parent) = noted.flatten()
                     && !writer.has_parent(parent).await?
                 {
-                    if let Err(error) = first.teach(&self.memory).await {
-                        tracing::debug!(step = at.step, %error, "host 0 does not tell its log");
+                    if let Err(error) = first.copy_log(&self.memory).await {
+                        tracing::debug!(step = at.step, %error, "the log cannot be copied from host 0");
                     }
                     writer.cut_off().await?;
                 }

@@ -231,7 +231,7 @@ impl HostWork {
     }
 }
 
-/// What the committer of a host knows of the store.
+/// Answers of the store to the committer of a host.
 #[derive(Debug)]
 pub(super) struct StoreContact {
     /// Whether the store may be used for the session: it answered when the session began, or has accepted the session since.
@@ -266,12 +266,12 @@ impl StoreContact {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Whether the store has not answered for so long.
+    /// Whether the last answer of the store is at least as old as `limit`.
     pub(super) fn is_silent(&self, limit: Duration) -> bool {
         self.answered.lock().unwrap_or_else(PoisonError::into_inner).is_none_or(|answered| answered.elapsed() >= limit)
     }
 
-    /// Whether the store has answered since.
+    /// Whether the store has answered after `since`.
     pub(super) fn has_answered_since(&self, since: Instant) -> bool {
         self.answered.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|answered| answered > since)
     }
