@@ -67,7 +67,7 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
         None => HostsView::find(&places, after, &beginnings(run, &others, &survey, hosts.session).await).await?,
     };
     let log = SessionLog::open(&view.store).await?;
-    let is_committed = |step: &u64| !log.records().iter().any(|record| record.step == *step && record.sequence > after);
+    let is_committed = |step: &u64| !log.records().iter().any(|record| record.step == *step && record.sequence > view.last);
     let (committed, uncommitted) = held_steps(&view.store, MOST_STEPS).await?.into_iter().partition(is_committed);
     Ok(Some(HostsMemory { store: view.store, after, uncommitted, committed }))
 }
@@ -79,6 +79,8 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
 #[derive(Debug)]
 pub(crate) struct HostsView {
     pub store: Store,
+    /// Last entry that the store of the run has, too. Later entries are of this process.
+    pub last: u64,
     /// The sessions that have these steps, oldest first.
     pub continued: Vec<ContinuedSession>,
 }
@@ -96,7 +98,7 @@ impl HostsView {
             let committed = SessionLog::open(&store).await?;
             match before.filter(|before| committed.records().iter().all(|record| record.sequence <= *before)) {
                 Some(before) => last = before,
-                None => return Ok(Self { store, continued }),
+                None => return Ok(Self { store, last, continued }),
             }
         }
     }
@@ -111,7 +113,7 @@ impl HostsView {
                 Some(before) => last = before,
                 None => {
                     commit_continued(&store, log.sequence(), &continued).await?;
-                    return Ok(Self { store, continued });
+                    return Ok(Self { store, last, continued });
                 }
             }
         }

@@ -1,5 +1,7 @@
 //! Starts of a job on many hosts while the store does not answer.
 
+use std::path::Path;
+
 use rustix::process::Signal;
 use tensorcask::blocking::Store;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, TensorView};
@@ -207,7 +209,7 @@ fn hosts_with_different_mirrors_save_steps_that_can_be_restored() {
     start.save_all(1);
     start.wait_all();
     let logs: Vec<_> = (0..HOSTS).map(|host| job.folder_of_run(host).join("mirror/log")).collect();
-    let entries = |host: usize| std::fs::read_dir(&logs[host]).unwrap().count();
+    let entries = |host: usize| count_entries(&logs[host]);
     start.save(0, 2);
     start.save(1, 2);
     job.wait_for_receipts(2, 2 * RANKS);
@@ -282,32 +284,59 @@ fn a_start_after_one_that_found_damage_takes_another_step() {
     job.assert_holds(3, 3);
 }
 
-/// The second start leads the log, and fails before it saves.
+/// The second start leads the log, and all of its processes are killed before it saves.
 #[test]
 fn steps_in_memory_outlast_a_start_that_saved_nothing() {
     for store_is_there in [true, false] {
         let (job, away) = lose_host_and_store(2);
-        away.back();
-        let mut start = job.start_at_once("second", 2);
-        assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
-        start.save(0, 4);
-        until("the second start leads the log", || job.sessions().len() == 2);
-        let entries = |folder: std::path::PathBuf| std::fs::read_dir(folder.join("log")).unwrap().count();
-        let (mirror, store) = (job.folder_of_run(0).join("mirror"), std::path::PathBuf::from(&job.store_path));
-        until("its host has the log in memory", || entries(mirror.clone()) == entries(store.clone()));
+        let start = lead_with_one_host(&job, away);
+        let (mirror, store) = (job.folder_of_run(0).join("mirror/log"), Path::new(&job.store_path).join("log"));
+        until("its host has the log in memory", || count_entries(&mirror) == count_entries(&store));
+        // Otherwise, they would give up the step of host 0.
+        job.hosts.iter().for_each(|host| host.signal_agent(Signal::KILL));
+        job.hosts.iter().for_each(Host::agent_is_gone);
         drop(start);
         let away = (!store_is_there).then(|| Away::take(job.store_path.as_ref()));
-        let mut start = job.start_at_once("third", 3);
-        assert_eq!(start.agree("third"), [Some(3); WORLD as usize], "with the store: {store_is_there}");
-        assert!(start.engines.iter().all(|engine| engine.restore(3).is_ok()));
-        start.save_all(4);
-        if let Some(away) = away {
-            away.back();
-        }
-        start.wait_all();
-        assert_eq!(job.steps(), [1, 2, 4]);
-        job.assert_holds(4, 3);
+        resume_after_a_start_that_saved_nothing(&job, away);
     }
+}
+
+/// Another host has led the log after the first, to give up the step of the second start.
+#[test]
+fn steps_in_memory_outlast_a_start_that_gave_up_its_only_step() {
+    let (job, away) = lose_host_and_store(2);
+    drop(lead_with_one_host(&job, away));
+    until("a host gives up step 4", || job.leaders().iter().any(|leader| leader.above == Some(4)));
+    resume_after_a_start_that_saved_nothing(&job, None);
+}
+
+/// The second start leads the log, and only host 0 saves.
+fn lead_with_one_host(job: &Job, away: Away) -> Start {
+    away.back();
+    let mut start = job.start_at_once("second", 2);
+    assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
+    start.save(0, 4);
+    until("the second start leads the log", || job.sessions().len() == 2);
+    start
+}
+
+fn resume_after_a_start_that_saved_nothing(job: &Job, away: Option<Away>) {
+    let mut start = job.start_at_once("third", 3);
+    assert_eq!(start.agree("third"), [Some(3); WORLD as usize], "without the store: {}", away.is_some());
+    assert!(start.engines.iter().all(|engine| engine.restore(3).is_ok()));
+    start.save_all(4);
+    if let Some(away) = away {
+        away.back();
+    }
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 4]);
+    job.assert_holds(4, 3);
+}
+
+/// Number of log entries in a folder, without those that are being written.
+fn count_entries(log: &Path) -> usize {
+    let names = std::fs::read_dir(log).unwrap().map(|entry| entry.unwrap().path());
+    names.filter(|name| name.extension().is_some_and(|extension| extension == "json")).count()
 }
 
 /// Errors of all ranks.
