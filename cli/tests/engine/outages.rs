@@ -316,6 +316,7 @@ fn lead_with_one_host(job: &Job, away: Away) -> Start {
     let mut start = job.start_at_once("second", 2);
     assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
     start.save(0, 4);
+    start.wait(0, Until::Encoded);
     until("the second start leads the log", || job.sessions().len() == 2);
     start
 }
