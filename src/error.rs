@@ -189,6 +189,12 @@ impl Error {
         matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
     }
 
+    /// Whether a commit was refused because garbage collection might delete its objects before it is done: they were written too
+    /// long ago. Only a commit with other objects can succeed.
+    pub fn is_too_late(&self) -> bool {
+        self.clause_name() == Some(TOO_LATE)
+    }
+
     /// Whether the storage gave no answer: no connection, a timeout, a server error, a disk that fails. A storage that refuses
     /// (no permission, no such bucket) has answered.
     ///
@@ -236,6 +242,9 @@ impl Error {
         self.0.clause
     }
 }
+
+/// Clause of `spec/` that refuses a commit with objects that are too old.
+pub(crate) const TOO_LATE: &str = "log 7.5";
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -154,13 +154,14 @@ impl Engine {
             self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
         }
-        self.arena.raise_generation(progress.encoded.max(progress.durable));
+        let failed = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
+        self.arena.raise_generation(progress.encoded.max(progress.durable).max(failed));
         let newest = self.arena.newest_complete()?.max(progress.encoded);
         if !self.session.is_stale() {
             self.session.set_last_save(newest.max(self.session.last_save()));
         }
         // States of earlier processes that the job goes back behind are no failures of this one.
-        self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0).max(newest);
+        self.reported = failed.max(newest);
         self.session.memory_was_cleared();
         Ok(())
     }

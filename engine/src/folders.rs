@@ -26,6 +26,8 @@ use crate::files::{list_folders, list_numbered, remove_file, remove_folder, repl
 
 /// Name of the list of damaged copies in the memory of hosts, in the folder of a run.
 pub(crate) const DAMAGED_COPIES: &str = "damaged.json";
+/// Name of the notes about saves that failed for good.
+pub(crate) const NOTED_FAILURES: &str = "failures.json";
 
 /// Environment variable that names the engine's folder.
 pub const FOLDER_VARIABLE: &str = "TENSORCASK_ENGINE_DIR";
@@ -204,6 +206,7 @@ impl RunFolder {
             remove_file(&self.rank(rank).arena())?;
             remove_file(&self.rank(rank).new_arena())?;
         }
+        remove_file(&self.root.join(NOTED_FAILURES))?;
         remove_file(&self.known_tiers())?;
         remove_file(&self.spec())?;
         self.mark_active()

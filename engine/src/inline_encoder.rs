@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use tensorcask::{Result, Store};
+use tensorcask::{ErrorKind, Result, SavedSnapshot, Store};
 use tokio::runtime::Runtime;
 
 use crate::arena_writer::StateView;
@@ -39,12 +39,19 @@ impl InlineEncoder {
 
     /// Encodes a state; `None` if the save is skipped.
     pub(crate) fn save(&mut self, runtime: &Runtime, session: &mut Session, state: &StateView<'_>) -> Result<Option<SavedState>> {
-        let (mut pause, mut may_have_room) = (Pause::new(), true);
+        let (mut pause, mut may_have_room, mut was_damaged) = (Pause::new(), true, false);
         let (saved, time) = loop {
-            if may_have_room && runtime.block_on(self.make_room(session.progress()))? {
+            if may_have_room {
                 let begun = Instant::now();
-                match runtime.block_on(self.tier.save(state.step, state.tensors, state.blobs, state.metadata)) {
-                    Ok(saved) => break (saved, begun.elapsed()),
+                match runtime.block_on(self.try_save(session.progress(), state)) {
+                    Ok(Some(saved)) => break (saved, begun.elapsed()),
+                    Ok(None) => {}
+                    Err(e) if e.kind() == ErrorKind::Corrupt && !was_damaged => {
+                        tracing::error!(error = %e, "encoded memory is damaged; creating another store, which begins with a base");
+                        runtime.block_on(self.tier.begin_epoch())?;
+                        was_damaged = true;
+                        continue;
+                    }
                     Err(e) if is_full(&e) => {
                         let was_empty = runtime.block_on(self.tier.last_sequence())? == 0;
                         let uploads = self.upload_state(session.progress());
@@ -69,8 +76,16 @@ impl InlineEncoder {
         Ok(Some(SavedState { generation, time, bytes, dropped_step: None }))
     }
 
+    /// Encodes a state, if there is room.
+    async fn try_save(&mut self, progress: &Progress, state: &StateView<'_>) -> Result<Option<SavedSnapshot>> {
+        if !self.make_room(progress).await? {
+            return Ok(None);
+        }
+        self.tier.save(state.step, state.tensors, state.blobs, state.metadata).await.map(Some)
+    }
+
     async fn make_room(&mut self, progress: &Progress) -> Result<bool> {
-        if progress.damaged_epoch == Some(self.tier.epoch()) {
+        if progress.unusable_epoch == Some(self.tier.epoch()) {
             self.tier.begin_epoch().await?;
         }
         let uploads = if progress.problem.is_none() { Uploads::Working } else { Uploads::Failing };
@@ -80,7 +95,7 @@ impl InlineEncoder {
     fn upload_state(&self, progress: &Progress) -> UploadState {
         UploadState {
             uploaded: InlineGeneration::sequence_in(progress.durable, self.tier.epoch()),
-            damaged: progress.damaged_epoch.into_iter().collect(),
+            unusable: progress.unusable_epoch.into_iter().collect(),
         }
     }
 }

@@ -26,8 +26,8 @@ pub(crate) struct UploadState {
     /// Log entry of the current store up to which the next tier has everything. If it is above 0, the next tier also
     /// has all older stores.
     pub uploaded: u64,
-    /// Epochs that are damaged and cannot be uploaded.
-    pub damaged: BTreeSet<u64>,
+    /// Epochs whose snapshots cannot be stored: they are damaged, or the first tier has lost their base.
+    pub unusable: BTreeSet<u64>,
 }
 
 /// Whether the next tier currently accepts uploads.
@@ -207,7 +207,7 @@ impl MemoryTier {
     fn remove_older(&self, uploads: &UploadState) -> Result<()> {
         let older = self.folder.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch);
         older
-            .filter(|epoch| uploads.uploaded > 0 || uploads.damaged.contains(epoch))
+            .filter(|epoch| uploads.uploaded > 0 || uploads.unusable.contains(epoch))
             .try_for_each(|epoch| remove_folder(&self.folder.memory(epoch)))
     }
 
@@ -367,7 +367,7 @@ mod tests {
             }
             assert_eq!(folder.epochs().unwrap(), [0, 1], "step 1 may not be in the store");
             let uploaded = match is_damaged {
-                true => UploadState { damaged: BTreeSet::from([0]), ..UploadState::default() },
+                true => UploadState { unusable: BTreeSet::from([0]), ..UploadState::default() },
                 false => UploadState { uploaded: sequence, ..UploadState::default() },
             };
             assert!(tier.make_room(1, u64::MAX, &uploaded, Uploads::Working).await.unwrap());

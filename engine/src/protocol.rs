@@ -107,8 +107,8 @@ pub(crate) struct Progress {
     pub failures: Vec<Failure>,
     /// Current session: number of starts of the job. Saves of several ranks in one session belong together.
     pub session: u64,
-    /// Damaged epoch of the memory tier. A trainer that encodes inline must begin a new epoch.
-    pub damaged_epoch: Option<u64>,
+    /// Epoch of the memory tier whose snapshots cannot be stored. A trainer that encodes inline must begin a new epoch.
+    pub unusable_epoch: Option<u64>,
     /// Reason why the agent stopped the run.
     pub stopped: Option<String>,
     /// Current problem, which the agent retries.

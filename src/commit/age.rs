@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
+use crate::error::TOO_LATE;
 use crate::{Error, ErrorKind, Result};
 
 /// Default age floor: garbage collection deletes unreferenced objects that are older.
@@ -43,6 +44,6 @@ impl Age {
                 floor.as_secs_f64()
             ),
         )
-        .clause("log 7.5"))
+        .clause(TOO_LATE))
     }
 }

@@ -16,8 +16,10 @@ use super::copy::{open_destination, snapshots_to_copy};
 use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
-use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_inline, read_manifest, read_manifest_bytes, refuse_features};
-use crate::error::ResultExt;
+use crate::commit::{
+    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, read_inline, read_manifest, read_manifest_bytes, refuse_features,
+};
+use crate::error::{ResultExt, TOO_LATE};
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, Listed, Upload, saves_inline};
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
@@ -73,6 +75,17 @@ impl Copier {
         let copied = self.add_missing(source).await;
         self.ahead = None;
         Ok(copied?.1)
+    }
+
+    /// Whether the destination has collected a parent of a snapshot that [`copy_new`](Self::copy_new) would add. Such a snapshot
+    /// can never be added.
+    pub async fn lacks_parents_of(&mut self, source: &Store) -> Result<bool> {
+        self.log.refresh().await?;
+        let from = Log::load(source).await?;
+        let there = self.log.state();
+        let wanted = snapshots_to_copy(source, from.state(), there, self.options.steps.as_deref())?;
+        let is_collected = |id| there.by_id(id).is_some_and(|parent| parent.status == SnapshotStatus::Collected);
+        Ok(wanted.iter().any(|record| there.by_id(record.id).is_none() && record.parent.is_some_and(is_collected)))
     }
 
     /// Copies the snapshots that the destination does not have. Also returns all snapshots that it should have.
@@ -180,7 +193,7 @@ impl Copier {
             let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |state| {
                 age.check(self.options.age_floor).map_err(|e| {
                     let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
-                    Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
+                    Error::new(e.kind(), format!("{}{advice}", e.message())).clause(TOO_LATE).source(e)
                 })?;
                 if state.last_writer.is_some_and(|last| last.writer != writer) {
                     return Err(fenced());

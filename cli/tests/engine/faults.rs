@@ -4,9 +4,11 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use rustix::process::Signal;
+use tensorcask::blocking::maintain;
+use tensorcask::maintain::GcOptions;
 use tensorcask::{ErrorKind, Latest, Policy};
 use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, Source, Until};
 
@@ -245,19 +247,26 @@ fn too_little_shared_memory_for_an_inline_snapshot_removes_the_chain() {
     assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
 }
 
-#[test]
-fn a_snapshot_damaged_in_memory_is_reported_and_later_saves_continue() {
-    let host = Host::new();
+/// A trainer whose step 3 is damaged in memory before the store has it. Step 1 is durable, and step 2 will be.
+fn lose_step_3(host: &Host) -> Engine {
     let mut engine = host.engine();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let away = Away::take(&host.store_path());
+    // While step 2 waits, the agent has not read step 3 yet, and cannot upload it as it was before the damage.
     for step in 2..=3 {
         save(&mut engine, step);
         assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
     }
-    damage_newest_cask(&host);
+    damage_newest_cask(host);
     away.back();
+    engine
+}
+
+#[test]
+fn a_snapshot_damaged_in_memory_is_reported_and_later_saves_continue() {
+    let host = Host::new();
+    let mut engine = lose_step_3(&host);
     let waited = engine.wait(Until::Durable, LONG).unwrap();
     assert!(waited.failed && !waited.reached, "{waited:?}");
     assert!(waited.failures[0].step == 3 && waited.failures[0].message.contains("damaged in memory"), "{waited:?}");
@@ -270,21 +279,81 @@ fn a_snapshot_damaged_in_memory_is_reported_and_later_saves_continue() {
     assert_eq!(host.engine().restore(Latest).unwrap().step, 4);
 }
 
-/// A run that lost its last save cannot finish, and frees nothing: the raw state is undamaged.
+/// Otherwise, the next agent would call step 3 durable because step 4 is.
 #[test]
-fn a_run_whose_last_save_failed_is_not_finished() {
+fn the_next_agent_knows_of_a_snapshot_damaged_in_memory() {
+    let host = Host::new();
+    let mut engine = lose_step_3(&host);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().failed);
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    save(&mut engine, 5);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let third = engine.wait_for(3, Until::Durable, LONG).unwrap();
+    assert!(third.failed && !third.reached, "{third:?}");
+    assert!(third.failures[0].step == 3 && third.failures[0].message.contains("damaged in memory"), "{third:?}");
+    assert!(engine.wait_for(4, Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 4, 5]);
+}
+
+/// Somebody forgets all steps and collects them, while the job runs.
+#[test]
+fn saves_go_on_after_the_store_has_lost_their_base() {
+    for inline in [false, true] {
+        let host = Host::new();
+        let encode = if inline { Encode::Inline } else { Encode::Agent };
+        let mut engine = Engine::start(EngineOptions { encode, ..host.options() }).unwrap();
+        for step in 1..=2 {
+            save(&mut engine, step);
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        }
+        host.store().forget(&[1, 2]).unwrap();
+        let all = GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() };
+        maintain::gc(&host.store(), &all).unwrap();
+        save(&mut engine, 3);
+        let third = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(third.failed && third.failures[0].step == 3, "{third:?}");
+        assert!(third.failures[0].message.contains("no longer has the snapshot that this delta refers to"), "{third:?}");
+        for step in 4..=5 {
+            save(&mut engine, step);
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
+        }
+        assert_eq!(host.stored_steps(), [4, 5]);
+        check_stored(&host.store(), 5, SMALL);
+    }
+}
+
+/// The store went away in the middle of a snapshot, and answers again after more than half of the age floor.
+#[test]
+fn saves_go_on_after_a_part_of_a_snapshot_has_waited_too_long() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let away = Away::take(&host.store_path());
-    // While step 2 waits, the agent has not read step 3 yet, and cannot upload it as it was before the damage.
-    for step in 2..=3 {
-        save(&mut engine, step);
-        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-    }
-    damage_newest_cask(&host);
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    let cask = casks(&host).pop().unwrap();
+    let part = away.kept().join("casks").join(cask.file_name().unwrap());
+    std::fs::copy(&cask, &part).unwrap();
+    let long_ago = SystemTime::now() - Duration::from_secs(13 * 3600);
+    std::fs::File::options().write(true).open(&part).unwrap().set_modified(long_ago).unwrap();
     away.back();
+    let second = engine.wait(Until::Durable, LONG).unwrap();
+    assert!(second.failed && second.failures[0].message.contains("for too long"), "{second:?}");
+    save(&mut engine, 3);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 3]);
+    check_stored(&host.store(), 3, SMALL);
+}
+
+/// A run that lost its last save cannot finish, and frees nothing: the raw state is undamaged.
+#[test]
+fn a_run_whose_last_save_failed_is_not_finished() {
+    let host = Host::new();
+    let engine = lose_step_3(&host);
     let error = engine.finish().unwrap_err();
     assert!(error.message().contains("step 3: ") && error.message().contains("damaged in memory"), "{error}");
     // The next trainer cannot finish the run either, until it has saved a step.
@@ -488,6 +557,32 @@ fn a_log_damaged_in_memory_stops_no_save() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), if is_reported { vec![1, 2, 5] } else { vec![1, 2, 3, 5] });
     check_stored(&host.store(), 5, SMALL);
+}
+
+/// The same with a trainer that encodes by itself: it reads the log in memory, too.
+#[test]
+fn a_log_damaged_in_memory_stops_no_inline_save() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, ..host.options() }).unwrap();
+    for step in 1..=2 {
+        save(&mut engine, step);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let memory = host.engine_folder().join(&host.status().runs[0].key);
+    damage_log(&memory.join("memory-0"));
+    for step in 3..=5 {
+        save(&mut engine, step);
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        let is_reported = waited.failed && waited.failures.iter().any(|failure| failure.step == step);
+        assert!(waited.reached || is_reported, "{waited:?}");
+    }
+    assert!(host.stored_steps().ends_with(&[4, 5]), "{:?}", host.stored_steps());
+    check_stored(&host.store(), 5, SMALL);
+    drop(engine);
+    let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, ..host.options() }).unwrap();
+    assert_eq!(engine.restore(Latest).unwrap().step, 5);
+    save(&mut engine, 6);
+    engine.finish().unwrap();
 }
 
 /// Overwrites the newest entry of a store's log.

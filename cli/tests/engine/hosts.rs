@@ -276,6 +276,26 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     job.assert_clean();
 }
 
+/// Somebody forgets all steps and collects them, while the job runs.
+#[test]
+fn saves_of_many_hosts_go_on_after_the_store_has_lost_their_base() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    job.store().forget(&[1, 2]).unwrap();
+    maintain::gc(&job.store(), &GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() }).unwrap();
+    for step in 3..=4 {
+        start.save_all(step);
+        start.wait_all();
+        job.assert_holds(step, 1);
+    }
+    assert_eq!(job.steps(), [3, 4]);
+    job.assert_clean();
+}
+
 #[test]
 fn another_host_begins_the_session_while_the_first_is_not_there() {
     let job = Job::new();

@@ -98,7 +98,7 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
 
 /// Removes old snapshots; returns whether there is room for another one.
 async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
-    if run.read(|state, _| state.memory.damaged.contains(&memory.epoch())) {
+    if run.read(|state, _| state.memory.unusable.contains(&memory.epoch())) {
         memory.begin_epoch().await?;
         note_memory(run, memory).await?;
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
 use tokio::sync::watch;
 
+use super::noted_failures::{note_failures, take_noted_failures};
 use super::rank_arenas::RankArenas;
 use super::run_event::{Action, Attachment, Event};
 use super::run_parts::TierState;
@@ -58,7 +59,8 @@ impl Run {
         let cap = spec.cap(folder)?;
         let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
         let state = RunState::new(tiers.len(), encode);
-        let state = if spec.hosts.is_some() { state.of_host(spec.local_ranks()) } else { state };
+        let mut state = if spec.hosts.is_some() { state.of_host(spec.local_ranks()) } else { state };
+        take_noted_failures(&run, &mut state);
         Ok(Self {
             folder: run,
             cap,
@@ -129,7 +131,10 @@ impl Run {
                 ahead_bytes = save.ahead_bytes,
                 "committed"
             ),
-            Action::LogFailure { step, message } => tracing::error!(run, step, message, "a save failed"),
+            Action::NoteFailure { step, message } => {
+                tracing::error!(run, step, message, "a save failed");
+                return note_failures(&self.folder, &shared.state);
+            }
             Action::LogProblem { tier, message } => tracing::warn!(run, tier, problem = message, "trying again"),
             Action::LogStopped { why } => tracing::error!(run, why, "this run was stopped"),
         }

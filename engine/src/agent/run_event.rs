@@ -43,8 +43,8 @@ pub(super) enum Event {
     Failed { generations: Vec<RankGeneration>, step: u64, message: String },
     /// The encoder has a problem, or none any more.
     EncoderProblem(Option<String>),
-    /// A store in memory is damaged. `lost`: snapshots that did not reach the first tier; `None` if that is unknown.
-    MemoryDamaged { epoch: u64, lost: Option<Vec<LostSnapshot>>, message: String },
+    /// The snapshots of a store in memory cannot be stored. `lost`: those that did not reach the first tier; `None` if that is unknown.
+    MemoryUnusable { epoch: u64, lost: Option<Vec<LostSnapshot>>, why: String },
     /// An uploader has taken a tier over, following these orders.
     TierTakenOver { tier: usize, orders: TierOrders, latest: Option<Commit> },
     /// A tier has all snapshots of its source.
@@ -81,8 +81,8 @@ pub(super) enum Action {
     DropAhead,
     /// Log a committed save.
     LogCommit(SaveStatus),
-    /// Log a failed save.
-    LogFailure {
+    /// Log a failed save, and note all failures for later agents.
+    NoteFailure {
         step: u64,
         message: String,
     },
@@ -154,7 +154,7 @@ pub(super) struct RankGeneration {
     pub generation: u64,
 }
 
-/// A snapshot in damaged memory that did not reach the first tier.
+/// A snapshot that did not reach the first tier, and never will.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LostSnapshot {
     pub sequence: u64,

@@ -55,15 +55,15 @@ pub(super) struct MemoryState {
     pub committed: VecDeque<CommittedSnapshot>,
     /// Log entry up to which the first tier has everything.
     pub uploaded: u64,
-    /// Epochs that are damaged and cannot be uploaded.
-    pub damaged: BTreeSet<u64>,
+    /// Epochs whose snapshots cannot be stored: they are damaged, or the first tier has lost their base.
+    pub unusable: BTreeSet<u64>,
 }
 
 impl MemoryState {
     /// Parts of memory that may be removed while this epoch is in use.
     pub(super) fn upload_state(&self, epoch: u64) -> UploadState {
         let uploaded = if self.epoch == epoch { self.uploaded } else { 0 };
-        UploadState { uploaded, damaged: self.damaged.clone() }
+        UploadState { uploaded, unusable: self.unusable.clone() }
     }
 }
 

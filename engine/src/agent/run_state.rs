@@ -4,7 +4,7 @@
 //! ```text
 //! trainers:  Attached, SavedSnapshot, TrainerWaits, SavesEnded, Finished, Detached, Left
 //! encoder:   MemoryCleared, MemoryChanged, Encoded, Failed, EncoderProblem
-//! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryDamaged, Fenced
+//! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryUnusable, Fenced
 //! ```
 //!
 //! Invariants: a save that is reported as encoded is in memory or in the first tier; a save that is reported as durable
@@ -148,7 +148,7 @@ impl RunState {
                 self.problem = problem.clone();
                 problem.filter(|_| is_new).map(|message| Action::LogProblem { tier: None, message }).into_iter().collect()
             }
-            Event::MemoryDamaged { epoch, lost, message } => self.on_memory_damaged(epoch, lost, &message),
+            Event::MemoryUnusable { epoch, lost, why } => self.on_memory_unusable(epoch, lost, &why),
             Event::TierTakenOver { tier, orders, latest } => self.on_taken_over(tier, orders, latest),
             Event::Uploaded(upload) => self.on_uploaded(&upload),
             Event::GivenUp { generations, sequence, step, message } => {
@@ -280,11 +280,15 @@ impl RunState {
         actions
     }
 
-    /// Queues a snapshot in memory for the first tier. The save fails if its store has been found damaged in the
+    /// Queues a snapshot in memory for the first tier. The save fails if its store in memory has been given up in the
     /// meantime.
     fn commit(&mut self, committed: CommittedSnapshot, step: u64) -> Option<Action> {
-        if self.memory.damaged.contains(&committed.epoch) {
-            return Some(self.fail(&committed.by_rank(self.local_ranks.start), step, "the save was encoded into memory that is damaged"));
+        if self.memory.unusable.contains(&committed.epoch) {
+            return Some(self.fail(
+                &committed.by_rank(self.local_ranks.start),
+                step,
+                "the snapshots before it, which it needs, cannot be stored",
+            ));
         }
         self.memory.committed.push_back(committed);
         if let Some(tier) = self.tiers.first_mut() {
@@ -302,19 +306,25 @@ impl RunState {
                 self.saves.on_failed(generation, why);
             }
         }
-        Action::LogFailure { step, message: why.to_owned() }
+        Action::NoteFailure { step, message: why.to_owned() }
     }
 
-    fn on_memory_damaged(&mut self, epoch: u64, lost: Option<Vec<LostSnapshot>>, message: &str) -> Vec<Action> {
+    fn on_memory_unusable(&mut self, epoch: u64, lost: Option<Vec<LostSnapshot>>, why: &str) -> Vec<Action> {
         let committed: Vec<CommittedSnapshot> = self.memory.committed.iter().filter(|known| known.epoch == epoch).cloned().collect();
         let failed: Vec<(Vec<RankGeneration>, u64)> = match lost {
             Some(lost) => {
-                // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
-                let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
+                // Snapshots of an earlier agent are unknown here. If it has not noted the failure, all saves that it had encoded may
+                // be affected.
+                let is_noted = |state: &RankState, step: u64| state.failures.iter().any(|failure| failure.step == step);
+                let encoded = |step: u64| {
+                    let affected = self.ranks.iter().filter(|(_, state)| !is_noted(state, step));
+                    affected.map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect()
+                };
                 let generations = |sequence: u64| {
                     committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(self.local_ranks.start))
                 };
-                lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(encoded), lost.step)).collect()
+                let failed = lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(|| encoded(lost.step)), lost.step));
+                failed.filter(|(generations, _)| !generations.is_empty()).collect()
             }
             None => committed
                 .iter()
@@ -323,10 +333,9 @@ impl RunState {
         };
         let mut actions = Vec::new();
         for (generations, step) in failed {
-            let why = format!("the snapshot was damaged in memory before it reached the store: {message}");
-            actions.push(self.fail(&generations, step, &why));
+            actions.push(self.fail(&generations, step, why));
         }
-        self.memory.damaged.insert(epoch);
+        self.memory.unusable.insert(epoch);
         self.memory.committed.retain(|committed| committed.epoch != epoch);
         let pending = self.memory.committed.len() as u64;
         if let Some(tier) = self.tiers.first_mut() {
@@ -358,7 +367,7 @@ impl RunState {
                 next.pending += upload.copied;
                 actions.push(Action::WakeUploader(upload.tier + 1));
             }
-            if upload.tier == 0 && upload.epoch == self.memory.epoch && !self.memory.damaged.contains(&upload.epoch) {
+            if upload.tier == 0 && upload.epoch == self.memory.epoch && !self.memory.unusable.contains(&upload.epoch) {
                 actions.extend(self.on_durable(upload));
             }
         }
@@ -440,7 +449,7 @@ impl RunState {
             durable: state.map_or(0, |state| state.durable),
             failures: state.map_or_else(Vec::new, |state| state.failures.iter().cloned().collect()),
             session: self.session,
-            damaged_epoch: self.memory.damaged.last().copied(),
+            unusable_epoch: self.memory.unusable.last().copied(),
             stopped: self.stopped.clone(),
             problem: self.problem.clone().or(tier_problem),
             queue_depth: self.queue_depth(waiting_states),

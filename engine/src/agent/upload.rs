@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tensorcask::maintain::{CompactOptions, Copier, Retainer};
-use tensorcask::{ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 use tracing::field::Empty;
 use tracing::{Instrument, Span};
 
@@ -15,7 +15,7 @@ use super::run::Run;
 use super::run_event::{Event, MemoryContents, TierOrders, Upload};
 use super::save_log::UploadTimes;
 use super::takeover::{Permission, check_permission, is_new_writer, open_copier};
-use super::upload_source::{find_sources, give_up, is_damaged};
+use super::upload_source::{UploadSource, find_sources, give_up, is_damaged};
 use crate::clock::now_ms;
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::memory_bytes;
@@ -102,9 +102,10 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
                 copied += report.snapshots;
                 ahead_bytes += report.ahead_bytes;
             }
-            Err(error) if tier == 0 && error.kind() == ErrorKind::Corrupt && is_damaged(&source.store).await? => {
-                give_up(run, source, destination, &error).await?;
-            }
+            Err(error) if tier == 0 => match why_never(copier, source, &error).await? {
+                Some(why) => give_up(run, source, destination, format!("{why}: {}", error.message())).await?,
+                None => return Err(error),
+            },
             Err(error) => return Err(error),
         }
     }
@@ -133,6 +134,19 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
         retain(run, destination, retainer).await;
     }
     Ok(())
+}
+
+/// Why snapshots in memory can never be stored in the first tier, if that is what an error says. The next save begins anew with
+/// a base, and with other casks.
+async fn why_never(copier: &mut Copier, source: &UploadSource, error: &Error) -> Result<Option<&'static str>> {
+    Ok(match error.kind() {
+        ErrorKind::Corrupt if is_damaged(&source.store).await? => Some("the snapshot was damaged in memory before it reached the store"),
+        ErrorKind::Corrupt if copier.lacks_parents_of(&source.store).await? => {
+            Some("the store no longer has the snapshot that this delta refers to")
+        }
+        _ if error.is_too_late() => Some("the store has had a part of the snapshot for too long, without a commit"),
+        _ => None,
+    })
 }
 
 /// Forgets the steps of a tier that the options do not keep. A failure is a warning: the next upload tries again.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, SnapshotStatus, Store};
+use tensorcask::{ErrorKind, Result, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, LostSnapshot};
@@ -21,7 +21,7 @@ pub(super) struct UploadSource {
 pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSource>> {
     let candidates = match tier.checked_sub(1) {
         None => {
-            let damaged = run.read(|state, _| state.memory.damaged.clone());
+            let damaged = run.read(|state, _| state.memory.unusable.clone());
             let epochs = run.folder.epochs()?.into_iter().filter(|epoch| !damaged.contains(epoch));
             epochs.map(|epoch| Ok(UploadSource { store: open_epoch(&run.folder, epoch)?, epoch })).collect::<Result<Vec<_>>>()?
         }
@@ -34,7 +34,8 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             // The encoder creates another store in its place.
             Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => {
-                run.apply(Event::MemoryDamaged { epoch: source.epoch, lost: None, message: e.message().to_owned() });
+                let why = format!("the snapshot was damaged in memory before it reached the store: {}", e.message());
+                run.apply(Event::MemoryUnusable { epoch: source.epoch, lost: None, why });
             }
             Err(e) => return Err(e),
         }
@@ -58,8 +59,8 @@ pub(super) async fn is_damaged(source: &Store) -> Result<bool> {
     Ok(report.map_or_else(|error| error.kind() == ErrorKind::Corrupt, |report| !report.is_clean()))
 }
 
-/// Gives up a damaged store in memory: its snapshots that the tier lacks are reported as failed.
-pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Store, error: &Error) -> Result<()> {
+/// Gives up a store in memory whose snapshots cannot be stored: those that the tier lacks are reported as failed.
+pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Store, why: String) -> Result<()> {
     let stored = snapshot_ids(destination).await?;
     let lost = match source.store.history().records().await {
         Ok(records) => {
@@ -69,7 +70,7 @@ pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Stor
         Err(e) if e.kind() == ErrorKind::Corrupt => None,
         Err(e) => return Err(e),
     };
-    run.apply(Event::MemoryDamaged { epoch: source.epoch, lost, message: error.message().to_owned() });
+    run.apply(Event::MemoryUnusable { epoch: source.epoch, lost, why });
     Ok(())
 }
 

@@ -88,12 +88,12 @@ fn saves_in_damaged_memory_fail_and_later_ones_count() {
     state.apply(encoded(1, 0));
     state.apply(encoded(2, 0));
     let lost = Some(vec![LostSnapshot { sequence: 2, step: 20 }]);
-    state.apply(Event::MemoryDamaged { epoch: 0, lost, message: "damage".into() });
+    state.apply(Event::MemoryUnusable { epoch: 0, lost, why: "damage".into() });
     // This save was committed while the damage was found.
     state.apply(encoded(3, 0));
     state.apply(encoded(4, 1));
     let progress = state.progress(0, 0);
     assert_eq!(progress.failures.iter().map(|failure| failure.generation).collect::<Vec<_>>(), [2, 3]);
-    assert_eq!((progress.damaged_epoch, state.tiers[0].pending), (Some(0), 1));
-    assert!(progress.failures[0].message.contains("damaged in memory"), "{progress:?}");
+    assert_eq!((progress.unusable_epoch, state.tiers[0].pending), (Some(0), 1));
+    assert_eq!(progress.failures[0].message, "damage");
 }
