@@ -274,3 +274,28 @@ fn swapped_objects_are_detected() {
         }
     }
 }
+
+/// Each part decodes snapshots with casks that other parts check.
+#[test]
+fn the_parts_of_a_verification_report_together_what_a_whole_one_reports() {
+    let objects = golden();
+    let casks = objects.iter().enumerate().filter(|(_, (path, _))| path.starts_with("casks/"));
+    for (at, (path, bytes)) in casks {
+        for place in [bytes.len() / 3, bytes.len() / 2, bytes.len() - 100] {
+            let mut damaged = bytes.clone();
+            damaged[place] ^= 1;
+            let store = store_of(&with(&objects, at, damaged));
+            let told = |shard| {
+                let report = on(maintain::verify(&store, &VerifyOptions { shard, ..VerifyOptions::default() })).unwrap();
+                report.problems.into_iter().map(|problem| (problem.error.to_string(), problem.step)).collect::<Vec<_>>()
+            };
+            let mut whole = told(None);
+            whole.sort();
+            for of in [2, 3] {
+                let mut parts: Vec<_> = (0..of).flat_map(|part| told(Some((part, of)))).collect();
+                parts.sort();
+                assert_eq!(parts, whole, "{path} at {place}, {of} parts");
+            }
+        }
+    }
+}
