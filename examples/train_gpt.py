@@ -81,7 +81,7 @@ class Training:
         return torch.func.functional_call(self.model, weights, tokens)
 
     def gradients(self):
-        """Goes forward and backward, and changes nothing of the state but the position in the data; returns the loss."""
+        """Runs forward and backward, and returns the loss. Changes only the position in the data."""
         if self.arguments.warmup:
             self.optimizer.param_groups[0]["lr"] = self.arguments.lr * min(1.0, (self.step + 1) / self.arguments.warmup)
         length, batch = self.arguments.length, self.arguments.batch

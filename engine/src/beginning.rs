@@ -1,8 +1,8 @@
 //! The beginning of a session of many hosts: all hosts agree on the log entry after which it begins.
 //!
 //! They agree through the store if it answers. Otherwise, the host of rank 0 reads what all hosts have in memory, and tells
-//! the others through its agent. The session then knows the log only up to that entry: see [`KnownLog`]. If the store answers
-//! host 0 and not yet another host, that host waits until the store answers it, too.
+//! the others through its agent. The session then knows the log only up to that entry: see [`KnownLog`]. If only host 0 reaches
+//! the store at first, the other hosts wait, and join when they reach it.
 
 use std::time::Duration;
 

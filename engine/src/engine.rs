@@ -160,7 +160,7 @@ impl Engine {
         if !self.session.is_stale() {
             self.session.set_last_save(newest.max(self.session.last_save()));
         }
-        // States of earlier processes that the job goes back behind are no failures of this one.
+        // Failures of saves by an earlier process are not reported to this process.
         self.reported = failed.max(newest);
         self.session.memory_was_cleared();
         Ok(())

@@ -1,8 +1,7 @@
 //! The steps that a rank can restore, newest first, each with its nearest place.
 //!
-//! The places are asked from the nearest to the farthest. A near place may have old steps only: the memory of the hosts keeps
-//! the base of a step, and may have lost a part of the step itself, which a tier has whole. So the steps of the hosts and of
-//! the first tier are put in order by the log.
+//! The places are asked from the nearest to the farthest. The memory of the hosts may hold only older steps: it can keep a base
+//! and lose part of a newer step that the first tier holds completely. So the log decides the order of their steps.
 
 use tensorcask::{Result, SnapshotRecord};
 
@@ -76,7 +75,7 @@ impl Steps {
     /// Steps that were committed after the session began are placed among the uncommitted steps of the hosts.
     fn add_log(&mut self, records: &[SnapshotRecord], source: &Source, hosts: &HostsMemory) {
         let (before, since): (Vec<_>, Vec<_>) = records.iter().partition(|record| record.sequence <= hosts.after);
-        for record in since {
+        for record in since.into_iter().rev() {
             if !self.has(record.step) {
                 let is_older = |known: &Loadable| known.source == Source::Hosts && known.step < record.step;
                 let place = self.0.iter().position(is_older).unwrap_or(self.0.len());

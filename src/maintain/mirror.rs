@@ -49,6 +49,8 @@ pub struct Mirror {
     first_entry: Option<u64>,
     /// Links of the chains that the mirror describes: those of the newest snapshot, and of the parents of steps in the mirror.
     links: BTreeMap<Id, LinkObjects>,
+    /// Whether `store` is the store itself. The mirror of another host proves nothing against this mirror.
+    is_of_store: bool,
 }
 
 /// Objects of a link.
@@ -65,7 +67,8 @@ impl Mirror {
 
     /// Mirrors `store` in `memory`. Sends no request.
     pub fn new(store: &Store, memory: &Store) -> Self {
-        Self { store: store.clone(), memory: memory.clone(), last_entry: None, first_entry: None, links: BTreeMap::new() }
+        let (store, memory) = (store.clone(), memory.clone());
+        Self { store, memory, last_entry: None, first_entry: None, links: BTreeMap::new(), is_of_store: true }
     }
 
     /// The place of the mirror.
@@ -114,10 +117,9 @@ impl Mirror {
     #[boxed]
     pub async fn learn(from: &Store, memory: &Store) -> Result<bool> {
         let (ours, theirs) = (SessionLog::open(memory).await?, SessionLog::open(from).await?);
-        // Following an older log, or that of another run, would empty the mirror.
         let is_ahead = theirs.sequence() > ours.sequence() && memory.history().run().await? == from.history().run().await?;
         if is_ahead {
-            Self::new(from, memory).follow(&theirs).await?;
+            Self { is_of_store: false, ..Self::new(from, memory) }.follow(&theirs).await?;
         }
         Ok(is_ahead)
     }
@@ -171,12 +173,17 @@ impl Mirror {
             Ok(found) if found.run == file.run => {}
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) if e.kind() != ErrorKind::Corrupt => return Err(e),
+            _ if !self.is_of_store => return Err(Error::new(ErrorKind::Conflict, "the mirror belongs to another run").object(STORE_FILE)),
             _ => clear(&self.memory).await?,
         }
         self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
         let names = self.memory.objects().names_after("log", "").await?;
         let last = names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0);
         if last > state.sequence {
+            // Another task may have copied newer entries since `state` was read.
+            if !self.is_of_store || SessionLog::open(&self.store).await?.sequence() >= last {
+                return Ok(last);
+            }
             // The store is an older copy of itself.
             clear(&self.memory).await?;
             self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
@@ -201,9 +208,12 @@ impl Mirror {
     #[boxed]
     async fn copy_link(&self, record: &SnapshotRecord) -> Result<LinkObjects> {
         let place = record.manifest_place();
-        let (manifest, bytes) = read_manifest_bytes(&self.store, &place).await?;
+        let holder = place.inline_in.map_or_else(|| place.path.clone(), LogEntry::path_of);
+        // `store` may be the mirror of a host that needs this link no more.
+        let is_here = self.memory.objects().head_if_present(&holder).await?.is_some();
+        let (manifest, bytes) = read_manifest_bytes(if is_here { &self.memory } else { &self.store }, &place).await?;
         // Before the directory, see `prune`. The log entry has the manifest of an inline snapshot.
-        if place.inline_in.is_none() {
+        if place.inline_in.is_none() && !is_here {
             self.memory.objects().create_unique(&place.path, bytes).await?;
         }
         let directory = format!("directories/{}", manifest.directory);
@@ -264,12 +274,16 @@ impl Mirror {
         Err(Error::new(ErrorKind::Conflict, message))
     }
 
-    /// Whether this mirror and another one used the same parent for a step, or this one holds whole chunks. Otherwise, no snapshot
-    /// can be made of both. `None` if the other mirror has no parent for the step yet.
+    /// Whether the parts of a step in both mirrors can form one snapshot: they have the same parent, or this one holds whole chunks. `None` if the other mirror does not have the step yet.
     #[boxed]
     pub async fn fits(&self, other: &Store, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await?.flatten() else { return Ok(Some(true)) };
-        Ok(match SessionExchange::new(other, session).parent(at).await? {
+        let theirs = SessionExchange::new(other, session);
+        // Until the receipts are there, the other host may change its parent.
+        if theirs.ranks(at).await?.is_empty() {
+            return Ok(None);
+        }
+        Ok(match theirs.parent(at).await? {
             None => None,
             Some(None) => Some(true),
             Some(Some(theirs)) => Some(theirs == ours || self.writes_whole(session, at).await?),

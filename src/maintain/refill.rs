@@ -52,6 +52,11 @@ impl Refill {
         Self { memory: memory.clone(), ranks, log: None, links: BTreeMap::new(), present: BTreeSet::new() }
     }
 
+    /// Whether the mirror had a log when it was last looked at.
+    pub fn has_log(&self) -> bool {
+        self.log.is_some()
+    }
+
     /// Casks of these ranks that the mirror lacks, of the newest snapshot, of the parents of steps in the mirror, and of the chains
     /// of both. None before the mirror has a log.
     #[boxed]

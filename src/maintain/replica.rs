@@ -238,7 +238,7 @@ impl Replica {
         }
         for (at, present) in self.complete_steps(to).await? {
             if let Entry::Vacant(unknown) = self.parents.entry(at) {
-                // A host that wrote whole chunks has noted the parent of the other hosts: the snapshot needs that parent, all of it.
+                // If this host wrote whole chunks while others wrote deltas, the snapshot needs the whole chain of their parent.
                 let parent = match to.parent(at).await? {
                     Some(noted) => noted,
                     None => {

@@ -2,10 +2,11 @@
 
     bash tests/hosts/run campaign [--kills 20] [--light] [--seed 0] [--folder .cache/hosts-campaign]
 
-Before some of the kills, the S3 server is killed too; it comes back once the job has resumed. No resume may be older than the
-newest step that all ranks have seen `replicated` since they resumed, or that was `durable`. Until a step is `replicated` again,
-a second loss may remove the only copy. No state may be mixed. Losses are compared with those of an undisturbed job. ``--light``: ranks without PyTorch, whose states follow from the step. An interrupted campaign goes on: kills that
-were survived are in the folder.
+Before some of the kills, the S3 server is killed too; it comes back once the job has resumed. A resume must not be older than the
+newest durable step, nor than the newest step that all ranks saw `replicated` in this start. Before the first `replicated` step of
+a start, a second loss may remove the only copy. No state may be mixed. Losses are compared with those of an undisturbed job.
+``--light``: ranks without PyTorch, whose states follow from the step. An interrupted campaign goes on: kills that were survived are
+in the folder.
 """
 
 import argparse
@@ -101,6 +102,7 @@ class Campaign:
             if server_is_down:
                 # A fresh host has read the log by then.
                 cluster.wait_for_commit(done + 1)
+                # Of later commits, only the server and the hosts that have read them know.
                 durable = done + 1
                 cluster.server.lose()
                 cluster.wait_for_saved(newest(cluster) + choice.randint(0, 4))

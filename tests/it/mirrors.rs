@@ -7,6 +7,7 @@ use tensorcask::maintain::{self, Mirror, VerifyOptions};
 use tensorcask::wire::{Id, Leader, SessionName};
 use tensorcask::{ErrorKind, HostWriter, LeaderWriter, Metadata, RankState, SessionExchange, SessionLog, Slice, Store, StoreOptions};
 
+use super::common::objects_of;
 use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};
 
 /// The hosts of a session, each with its mirror.
@@ -279,4 +280,40 @@ async fn a_mirror_learns_the_last_commits_from_another() {
     let one = hosts.hosts[0].0.mirrored_parent(at(0, 3)).await.unwrap();
     assert!(one.is_some());
     assert_eq!(one, hosts.hosts[1].0.mirrored_parent(at(0, 3)).await.unwrap());
+}
+
+/// A mirror drops the manifests of a chain that it needs no more, while another mirror still needs them.
+#[tokio::test]
+async fn a_mirror_learns_from_another_that_lacks_links_which_it_has_itself() {
+    let mut hosts = Hosts::begin().await;
+    for step in 1..=3 {
+        hosts.save_durably(step).await;
+    }
+    let log = SessionLog::open(&hosts.store).await.unwrap();
+    // The first has not read step 3.
+    hosts.hosts[1].1.follow(&log).await.unwrap();
+    let [behind, ahead] = [0, 1].map(|host| hosts.hosts[host].1.memory().clone());
+    let manifests = std::fs::read_dir(hosts.path("mirror-1/snapshots")).unwrap().map(|entry| entry.unwrap().path());
+    for older in manifests.filter(|path| !path.file_name().unwrap().to_str().unwrap().starts_with("3-")) {
+        std::fs::remove_file(older).unwrap();
+    }
+    assert!(Mirror::learn(&ahead, &behind).await.unwrap());
+    assert_eq!(SessionLog::open(&behind).await.unwrap().sequence(), log.sequence());
+    assert!(behind.snapshot(3).await.is_ok());
+}
+
+/// While one task of a host reads the log of the store, another copies newer entries from a peer.
+#[tokio::test]
+async fn a_mirror_that_has_moved_on_since_the_log_was_read_is_kept() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save_durably(1).await;
+    let older = SessionLog::open(&hosts.store).await.unwrap();
+    hosts.save_durably(2).await;
+    let newer = SessionLog::open(&hosts.store).await.unwrap();
+    let mirror = &mut hosts.hosts[0].1;
+    mirror.follow(&newer).await.unwrap();
+    let memory = mirror.memory().clone();
+    let held = objects_of(&hosts.path("mirror-0"));
+    Mirror::new(&hosts.store, &memory).follow(&older).await.unwrap();
+    assert_eq!(objects_of(&hosts.path("mirror-0")), held);
 }

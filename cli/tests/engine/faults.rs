@@ -258,7 +258,7 @@ fn lose_step_3(host: &Host) -> Engine {
         save(&mut engine, step);
         assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
     }
-    damage_newest_cask(host);
+    damage_cask_of(host, 3);
     away.back();
     engine
 }
@@ -335,7 +335,7 @@ fn saves_go_on_after_a_part_of_a_snapshot_has_waited_too_long() {
     let away = Away::take(&host.store_path());
     save(&mut engine, 2);
     assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-    let cask = casks(&host).pop().unwrap();
+    let cask = cask_of(&host, 2);
     let part = away.kept().join("casks").join(cask.file_name().unwrap());
     std::fs::copy(&cask, &part).unwrap();
     let long_ago = SystemTime::now() - Duration::from_secs(13 * 3600);
@@ -404,7 +404,7 @@ fn a_base_damaged_in_memory_is_followed_by_another_base() {
     let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..host.options() }).unwrap();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    damage_newest_cask(&host);
+    damage_cask_of(&host, 1);
     // A new agent has not read the base yet.
     host.signal_agent(Signal::KILL);
     host.agent_is_gone();
@@ -435,17 +435,20 @@ fn memory_that_cannot_be_opened_is_kept_beside_a_new_store() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// Overwrites the middle of the newest cask in memory.
-fn damage_newest_cask(host: &Host) {
-    damage(casks(host).last().unwrap());
+/// Overwrites the middle of a cask of a step in memory.
+fn damage_cask_of(host: &Host, step: u64) {
+    damage(&cask_of(host, step));
 }
 
-/// Casks of the first store in memory, oldest first.
-fn casks(host: &Host) -> Vec<std::path::PathBuf> {
-    let folder = host.engine_folder().join(&host.status().runs[0].key);
-    let mut casks: Vec<_> = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    casks.sort_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap());
-    casks
+/// A cask of a step in the first store in memory.
+fn cask_of(host: &Host, step: u64) -> std::path::PathBuf {
+    let manifests = files_in(&memory_of(host).join("snapshots"));
+    let is_of_step = |path: &&std::path::PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(&format!("{step}-"));
+    named_cask(&memory_of(host).join("casks"), manifests.iter().find(is_of_step).unwrap())
+}
+
+fn memory_of(host: &Host) -> std::path::PathBuf {
+    host.engine_folder().join(&host.status().runs[0].key).join("memory-0")
 }
 
 #[test]
@@ -496,7 +499,7 @@ fn a_restore_passes_over_damaged_memory_and_reports_it() {
     check_into(&engine, 3, &Source::Memory);
     drop(engine);
     // Damage the newest snapshot in memory, too. The store has a copy of it.
-    damage_newest_cask(&host);
+    damage_cask_of(&host, 3);
     let engine = host.engine();
     for found in [engine.restore(Latest).unwrap(), engine.restore(3).unwrap()] {
         assert!(found.step == 3 && matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
@@ -505,7 +508,7 @@ fn a_restore_passes_over_damaged_memory_and_reports_it() {
     check_into(&engine, 3, &Source::Tier(0, host.store_path().to_str().unwrap().to_owned()));
     drop(engine);
     // The store also serves if no snapshot in memory can be opened, rather than an older raw state.
-    let kept: Vec<_> = casks(&host).into_iter().map(|path| (std::fs::read(&path).unwrap(), path)).collect();
+    let kept: Vec<_> = files_in(&memory_of(&host).join("casks")).into_iter().map(|path| (std::fs::read(&path).unwrap(), path)).collect();
     kept.iter().for_each(|(_, path)| std::fs::remove_file(path).unwrap());
     let engine = host.engine();
     let found = engine.restore(Latest).unwrap();

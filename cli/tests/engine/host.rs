@@ -1,6 +1,6 @@
 //! A host for tests: a folder in shared memory, a store, an agent, and trainers in their own processes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -132,6 +132,17 @@ impl Drop for Host {
             let _ = kill_process(agent, Signal::KILL);
         }
     }
+}
+
+/// Files in a folder.
+pub(crate) fn files_in(folder: &Path) -> BTreeSet<PathBuf> {
+    std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+/// A cask in a folder that a manifest, or a file of receipts, names.
+pub(crate) fn named_cask(casks: &Path, by: &Path) -> PathBuf {
+    let text = std::fs::read_to_string(by).unwrap();
+    files_in(casks).into_iter().find(|cask| text.contains(cask.file_stem().unwrap().to_str().unwrap())).unwrap()
 }
 
 /// Waits until a condition holds.

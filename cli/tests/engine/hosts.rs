@@ -20,6 +20,8 @@ const ROW: u64 = 60_000;
 /// The hosts of a job. The store is on the first.
 pub(crate) struct Job {
     pub hosts: Vec<Host>,
+    /// Time without a commit after which another host looks whether the leader is gone.
+    pub patience: Duration,
     pub store_path: String,
     /// Ports of the agents, if they copy each other's memory.
     pub ports: Vec<u16>,
@@ -36,7 +38,7 @@ impl Job {
     pub(crate) fn new() -> Self {
         let hosts: Vec<Host> = (0..HOSTS).map(|_| Host::new()).collect();
         let store_path = hosts[0].store_path().to_str().unwrap().to_owned();
-        Self { hosts, store_path, ports: Vec::new() }
+        Self { hosts, patience: Duration::from_millis(300), store_path, ports: Vec::new() }
     }
 
     /// Each host is copied to the next. All have certificates.
@@ -69,7 +71,7 @@ impl Job {
 
     pub(crate) fn options(&self, rank: u32, session: &str) -> EngineOptions {
         let host = rank / RANKS;
-        let hosts = Hosts { patience: Duration::from_millis(300), ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
+        let hosts = Hosts { patience: self.patience, ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
         EngineOptions {
             rank,
             world: WORLD,
@@ -125,11 +127,16 @@ impl Job {
         assert!(report.is_clean(), "{:?}", report.problems);
     }
 
-    /// Waits until so many ranks have uploaded a step of the first session in the store.
-    pub(crate) fn wait_for_receipts(&self, step: u64, ranks: u32) {
+    /// Folder of the receipts of a step of the first session in the store.
+    fn receipts_of_first_session(&self, step: u64) -> std::path::PathBuf {
         let sessions = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().map(|entry| entry.unwrap().path());
         let session = sessions.into_iter().find(|path| !path.to_str().unwrap().ends_with("-start")).unwrap();
-        let folder = session.join(format!("{:020}-{step:020}", 0));
+        session.join(format!("{:020}-{step:020}", 0))
+    }
+
+    /// Waits until so many ranks have uploaded a step of the first session in the store.
+    pub(crate) fn wait_for_receipts(&self, step: u64, ranks: u32) {
+        let folder = self.receipts_of_first_session(step);
         let of_host = |host: u32| format!("{}-{}.json", host * RANKS, (host + 1) * RANKS - 1);
         let receipts = || (0..HOSTS).filter(|host| folder.join(of_host(*host)).exists()).count() as u32;
         until("the receipts are in the store", || receipts() * RANKS == ranks);
@@ -276,6 +283,50 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     job.assert_clean();
 }
 
+/// The store failed after hosts had agreed on the parent of a step, and answers again after more than half of the age floor.
+#[test]
+fn steps_are_committed_after_one_that_has_waited_too_long() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    start.save(0, 2);
+    start.save(1, 2);
+    job.wait_for_receipts(2, 2 * RANKS);
+    let long_ago = std::time::SystemTime::now() - Duration::from_secs(13 * 3600);
+    let parent = job.receipts_of_first_session(2).join("parent.json");
+    std::fs::File::options().write(true).open(parent).unwrap().set_modified(long_ago).unwrap();
+    start.save(2, 2);
+    for engine in &mut start.engines {
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(waited.failed && !waited.reached, "{waited:?}");
+    }
+    start.save_all(3);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 3]);
+    job.assert_holds(3, 1);
+    job.assert_clean();
+}
+
+/// Of several steps that were committed since the session began, the newest counts.
+#[test]
+fn ranks_agree_on_the_newest_step_of_their_own_session() {
+    let job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    drop(start);
+    let mut start = job.start("second", 2);
+    assert_eq!(start.agree("second"), [Some(1); WORLD as usize]);
+    for step in 2..=4 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    assert_eq!(start.agree("again"), [Some(4); WORLD as usize]);
+    let listed: Vec<u64> = start.engines[0].loadable().unwrap().iter().map(|found| found.step).collect();
+    assert_eq!(listed, [4, 3, 2, 1]);
+}
+
 /// Somebody forgets all steps and collects them, while the job runs.
 #[test]
 fn saves_of_many_hosts_go_on_after_the_store_has_lost_their_base() {
@@ -414,7 +465,7 @@ fn another_start_of_the_job_ends_the_session_of_hosts_that_live_on() {
     start.save_all(1);
     start.wait_all();
     // The job starts again on other hosts, while these live on.
-    let other = Job { hosts: (0..HOSTS).map(|_| Host::new()).collect(), store_path: job.store_path.clone(), ports: Vec::new() };
+    let other = Job { store_path: job.store_path.clone(), ..Job::new() };
     let mut next = other.start("second", 2);
     next.save_all(2);
     next.wait_all();

@@ -204,7 +204,8 @@ fn a_host_that_reaches_the_store_late_joins_those_that_reached_it() {
 /// The mirror of one host lacks the last entry of the log when the store goes away.
 #[test]
 fn hosts_with_different_mirrors_save_steps_that_can_be_restored() {
-    let mut job = Job::new().with_peers();
+    // No other host takes over from the leader while that is stopped.
+    let mut job = Job { patience: LONG, ..Job::new().with_peers() };
     let mut start = job.start("first", 1);
     start.save_all(1);
     start.wait_all();
@@ -244,18 +245,19 @@ fn hosts_with_different_mirrors_save_steps_that_can_be_restored() {
 fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
     let mut job = Job::new().with_peers();
     let mut start = job.start("first", 1);
-    for step in 1..=3 {
+    for step in 1..=2 {
         start.save_all(step);
         start.wait_all();
     }
+    job.wait_for_copy(2, 1, 2);
+    let replica = job.folder_of_run(2).join("replica-1/casks");
+    let before = files_in(&replica);
+    start.save_all(3);
+    start.wait_all();
     job.wait_for_copy(2, 1, 3);
     drop(start);
-    // Only the store has the last cask of host 1.
-    let replica = job.folder_of_run(2).join("replica-1/casks");
-    let age = |path: &std::path::PathBuf| std::fs::metadata(path).unwrap().modified().unwrap();
-    let mut casks: Vec<_> = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path()).collect();
-    casks.sort_by_key(age);
-    std::fs::remove_file(casks.last().unwrap()).unwrap();
+    // Only the store has this cask of host 1.
+    std::fs::remove_file(files_in(&replica).difference(&before).next().unwrap()).unwrap();
     job.hosts[1] = Host::new();
     let mut start = job.start_at_once("second", 2);
     assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
@@ -266,9 +268,10 @@ fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
 fn a_start_after_one_that_found_damage_takes_another_step() {
     let (job, away) = lose_host_and_store(2);
     // The only copies of what host 2 saved: all but one of its casks are whole.
-    let replica = job.folder_of_run(0).join("replica-2/casks");
-    let newest = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path());
-    damage(&newest.max_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap()).unwrap());
+    let replica = job.folder_of_run(0).join("replica-2");
+    let sessions = files_in(&replica.join("receipts"));
+    let receipts = sessions.first().unwrap().join(format!("{:020}-{:020}/4-5.json", 0, 3));
+    damage(&named_cask(&replica.join("casks"), &receipts));
     let mut start = job.start_at_once("second", 2);
     assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
     // The first rank of each host finds the damage.

@@ -32,7 +32,7 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             continue;
         }
         match refill_mirror(&work, &peers, &mut refill).await {
-            Ok(true) => was_whole = true,
+            Ok(true) => was_whole = refill.has_log(),
             // While the only copy of a part is on another host, a loss of that host would lose it.
             Ok(false) => {
                 tokio::time::sleep(WHILE_MISSING).await;
@@ -73,23 +73,27 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             }
         }
         others = Some(open).filter(|_| !has_failed);
-        let Some(key) = work.newest_copied(&copies, peers.replicas as usize) else { continue };
-        match fits_to_first_host(&work, &mut first, &memory, key).await {
-            Ok(true) => {
-                work.report_copies(key);
-                waiting_since = None;
-            }
-            Ok(false) => {}
-            Err(error) => {
-                tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
-                first = None;
+        for key in work.copied(&copies, peers.replicas as usize) {
+            match fits_to_first_host(&work, &mut first, &memory, key).await {
+                Ok(true) => {
+                    work.report_copies(key);
+                    waiting_since = None;
+                    break;
+                }
+                // An older step may fit.
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
+                    first = None;
+                    break;
+                }
             }
         }
     }
 }
 
-/// Whether this host's part of a step and that of host 0 can become one snapshot. If hosts did not agree on a parent, because the
-/// store went away or came back in between, the copies of the step are of no use.
+/// Whether this host's part of a step and that of host 0 can become one snapshot. Hosts may have used different parents if the
+/// store went away or came back during the step. Such a step cannot be committed, so its copies do not count.
 async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memory: &Store, key: SessionStep) -> Result<bool> {
     if first.is_none() {
         *first = FirstHost::open(work)?;
@@ -112,7 +116,8 @@ async fn learn_from_others(work: &HostWork, peers: &Peers, memory: &Store) {
             let peer = Peer::open(address, &spec.key, Tls::of_run(peers, &spec.key)?, ResponseLimits::default())?;
             Mirror::learn(&peer.store("mirror"), memory).await
         };
-        match learned.await {
+        let Ok(learned) = tokio::time::timeout(LEARN_TIMEOUT, learned).await else { continue };
+        match learned {
             Ok(false) => {}
             Ok(true) => tracing::info!(run = spec.run, host, "read the last commits from another host, because the store does not answer"),
             Err(error) => tracing::debug!(run = spec.run, host, %error, "the log cannot be copied from another host"),
@@ -155,6 +160,8 @@ async fn refill_mirror(work: &HostWork, peers: &Peers, refill: &mut Refill) -> R
 
 /// Time without an answer after which the store counts as silent, and between questions to other hosts meanwhile.
 const SILENCE: Duration = Duration::from_secs(3);
+/// Time for one of these hosts to answer.
+const LEARN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between attempts while other places lack a part, too.
 const WHILE_MISSING: Duration = Duration::from_secs(1);
 /// Time between attempts after a failure.

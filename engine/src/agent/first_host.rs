@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{Result, SessionExchange, Store};
+use tensorcask::{Error, ErrorKind, Result, SessionExchange, Store};
 
 use super::host_work::HostWork;
 use crate::peers::{Peer, ResponseLimits, Tls};
@@ -31,12 +31,13 @@ impl FirstHost {
 
     /// The parent that host 0 has noted for a step; `None` if it has noted none, or does not answer.
     pub(super) async fn parent(&self, session: SessionName, at: SessionStep) -> Option<Option<Id>> {
-        match SessionExchange::new(&self.mirror, session).parent(at).await {
-            Ok(noted) => noted,
-            Err(error) => {
+        match tokio::time::timeout(PATIENCE, SessionExchange::new(&self.mirror, session).parent(at)).await {
+            Ok(Ok(noted)) => noted,
+            Ok(Err(error)) => {
                 tracing::debug!(step = at.step, %error, "host 0 does not tell the parent of a step");
                 None
             }
+            Err(_) => None,
         }
     }
 
@@ -55,7 +56,8 @@ impl FirstHost {
 
     /// Copies log entries that this host's mirror lacks from the mirror of host 0; returns whether there were any.
     pub(super) async fn copy_log(&self, memory: &Store) -> Result<bool> {
-        Mirror::learn(&self.mirror, memory).await
+        let late = || Error::new(ErrorKind::Storage, format!("host 0 does not answer within {PATIENCE:?}"));
+        tokio::time::timeout(PATIENCE, Mirror::learn(&self.mirror, memory)).await.map_err(|_| late())?
     }
 
     /// Whether the parts of this host and of host 0 can become one snapshot; `None` while host 0 has no part of the step.

@@ -146,7 +146,10 @@ impl Committer {
                 Err(error) => self.fail(Request::ReadLog, &error),
             },
             Action::Survey => match self.survey().await {
-                Ok(found) => work.apply(Event::Surveyed(found)),
+                Ok(found) => {
+                    work.contact.note_answer();
+                    work.apply(Event::Surveyed(found));
+                }
                 Err(error) => self.fail(Request::Survey, &error),
             },
             Action::Open { leader } => {
@@ -341,6 +344,7 @@ impl Committer {
         };
         let committed = writer.commit(key.step, &receipts).await.map(|_| ());
         match committed {
+            Err(error) if error.is_too_late() => self.is_impossible(key, &error),
             // The receipts do not fit together.
             Err(error)
                 if !is_refusal(&error)

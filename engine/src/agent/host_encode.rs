@@ -214,7 +214,7 @@ impl HostEncoder {
         }
         if !is_silent {
             self.silent_since = Some(Instant::now());
-            tracing::warn!(run = work.run.spec.run, step = at.step, "the hosts choose the parent of this step without the store");
+            tracing::warn!(run = work.run.spec.run, step = at.step, "the store does not answer; host 0 chooses the parent of this step");
         }
         match first {
             None => writer.mirrored_parent(at).await,

@@ -121,6 +121,7 @@ impl Uploader {
         let session = SessionName { run, session: self.work.hosts.session };
         self.mirror.agree_on_parent(session, key).await?;
         self.mirror.upload(session, key).await?;
+        self.work.contact.note_answer();
         Ok(())
     }
 

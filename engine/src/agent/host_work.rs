@@ -143,9 +143,9 @@ impl HostWork {
         !self.lock().awaited.is_empty()
     }
 
-    /// The newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
-    pub(super) fn newest_copied(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) -> Option<SessionStep> {
-        self.lock().awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied()
+    /// The awaited steps that enough hosts have copied, newest first. `copies`: number of copies of each step.
+    pub(super) fn copied(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) -> Vec<SessionStep> {
+        self.lock().awaited.keys().rev().filter(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied().collect()
     }
 
     /// Reports that enough hosts have copied a step.

@@ -133,7 +133,10 @@ impl Run {
             ),
             Action::NoteFailure { step, message } => {
                 tracing::error!(run, step, message, "a save failed");
-                return note_failures(&self.folder, &shared.state);
+                // A full file system must not stop the work that has failed.
+                if let Err(error) = note_failures(&self.folder, &shared.state) {
+                    tracing::warn!(run, %error, "later agents will not know of this failure");
+                }
             }
             Action::LogProblem { tier, message } => tracing::warn!(run, tier, problem = message, "trying again"),
             Action::LogStopped { why } => tracing::error!(run, why, "this run was stopped"),

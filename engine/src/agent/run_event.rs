@@ -44,7 +44,7 @@ pub(super) enum Event {
     /// The encoder has a problem, or none any more.
     EncoderProblem(Option<String>),
     /// The snapshots of a store in memory cannot be stored. `lost`: those that did not reach the first tier; `None` if that is unknown.
-    MemoryUnusable { epoch: u64, lost: Option<Vec<LostSnapshot>>, why: String },
+    MemoryUnusable { epoch: u64, lost: Option<LostSnapshots>, why: String },
     /// An uploader has taken a tier over, following these orders.
     TierTakenOver { tier: usize, orders: TierOrders, latest: Option<Commit> },
     /// A tier has all snapshots of its source.
@@ -154,9 +154,18 @@ pub(super) struct RankGeneration {
     pub generation: u64,
 }
 
-/// A snapshot that did not reach the first tier, and never will.
+/// Snapshots that did not reach the first tier, and never will.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct LostSnapshots {
+    pub snapshots: Vec<LostSnapshot>,
+    /// Last log entry in memory that was read for this. Later snapshots are lost, too.
+    pub read: u64,
+}
+
+/// One of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LostSnapshot {
+    pub id: Id,
     pub sequence: u64,
     pub step: u64,
 }

@@ -107,5 +107,5 @@ impl TierState {
     }
 }
 
-/// Number of failures to report to a trainer.
-const MAX_FAILURES: usize = 16;
+/// Number of failures to report to a trainer: as many as the saves that a trainer can wait for.
+const MAX_FAILURES: usize = 1024;

@@ -11,10 +11,14 @@
 //! is in the first tier; no work waits while its worker sleeps. The test enumerates all interleavings of a trainer, the
 //! encoder and an uploader.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, RankGeneration, TierOrders, Upload};
+use tensorcask::wire::Id;
+
+use super::run_event::{
+    Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots, RankGeneration, TierOrders, Upload,
+};
 use super::run_parts::{CommittedSnapshot, MemoryState, RankState, TierState};
 use super::save_log::{Commit, SaveLog};
 use crate::inline_generation::InlineGeneration;
@@ -41,6 +45,8 @@ pub(super) struct RunState {
     pub leader: Option<LeaderStatus>,
     /// Many hosts: newest step of this host of which other hosts have copies.
     pub replicated_step: Option<u64>,
+    /// Snapshots in memory that cannot be stored, and whose saves are reported as failed.
+    pub lost: BTreeSet<Id>,
     /// Reason why the run is stopped: another job has taken the store over.
     pub stopped: Option<String>,
     /// Current problem of the encoder.
@@ -64,6 +70,7 @@ impl RunState {
             saves: SaveLog::default(),
             leader: None,
             replicated_step: None,
+            lost: BTreeSet::new(),
             stopped: None,
             problem: None,
             is_restoring: true,
@@ -287,7 +294,7 @@ impl RunState {
             return Some(self.fail(
                 &committed.by_rank(self.local_ranks.start),
                 step,
-                "the snapshots before it, which it needs, cannot be stored",
+                "it is a delta on a snapshot that cannot be stored; the next save writes a base",
             ));
         }
         self.memory.committed.push_back(committed);
@@ -309,28 +316,27 @@ impl RunState {
         Action::NoteFailure { step, message: why.to_owned() }
     }
 
-    fn on_memory_unusable(&mut self, epoch: u64, lost: Option<Vec<LostSnapshot>>, why: &str) -> Vec<Action> {
+    fn on_memory_unusable(&mut self, epoch: u64, lost: Option<LostSnapshots>, why: &str) -> Vec<Action> {
         let committed: Vec<CommittedSnapshot> = self.memory.committed.iter().filter(|known| known.epoch == epoch).cloned().collect();
-        let failed: Vec<(Vec<RankGeneration>, u64)> = match lost {
-            Some(lost) => {
-                // Snapshots of an earlier agent are unknown here. If it has not noted the failure, all saves that it had encoded may
-                // be affected.
-                let is_noted = |state: &RankState, step: u64| state.failures.iter().any(|failure| failure.step == step);
-                let encoded = |step: u64| {
-                    let affected = self.ranks.iter().filter(|(_, state)| !is_noted(state, step));
-                    affected.map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect()
-                };
-                let generations = |sequence: u64| {
-                    committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(self.local_ranks.start))
-                };
-                let failed = lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(|| encoded(lost.step)), lost.step));
-                failed.filter(|(generations, _)| !generations.is_empty()).collect()
+        let first = self.local_ranks.start;
+        // Everything, if it is unknown what the tier has.
+        let read = lost.as_ref().map_or(0, |lost| lost.read);
+        let mut failed: Vec<(Vec<RankGeneration>, u64)> = Vec::new();
+        for LostSnapshot { id, sequence, step } in lost.into_iter().flat_map(|lost| lost.snapshots) {
+            // An earlier agent may have noted it.
+            if !self.lost.insert(id) {
+                continue;
             }
-            None => committed
-                .iter()
-                .map(|known| (known.by_rank(self.local_ranks.start), self.saves.step_of(known.first_generation())))
-                .collect(),
-        };
+            // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
+            let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
+            let known = committed.iter().find(|known| known.sequence == sequence);
+            failed.push((known.map_or_else(encoded, |known| known.by_rank(first)), step));
+        }
+        while self.lost.len() > MAX_LOST {
+            self.lost.pop_first();
+        }
+        let later = committed.iter().filter(|known| known.sequence > read);
+        failed.extend(later.map(|known| (known.by_rank(first), self.saves.step_of(known.first_generation()))));
         let mut actions = Vec::new();
         for (generations, step) in failed {
             actions.push(self.fail(&generations, step, why));
@@ -468,6 +474,9 @@ pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
 pub(super) fn owes_end(run: &RunState) -> bool {
     run.end_noted == Some(false) && run.stopped.is_none() && run.local_ranks.clone().all(|rank| saves_no_more(run, rank))
 }
+
+/// Number of lost snapshots to remember.
+const MAX_LOST: usize = 4096;
 
 #[cfg(test)]
 mod interleavings;

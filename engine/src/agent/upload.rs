@@ -102,7 +102,7 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
                 copied += report.snapshots;
                 ahead_bytes += report.ahead_bytes;
             }
-            Err(error) if tier == 0 => match why_never(copier, source, &error).await? {
+            Err(error) if tier == 0 => match permanent_failure(copier, source, &error).await? {
                 Some(why) => give_up(run, source, destination, format!("{why}: {}", error.message())).await?,
                 None => return Err(error),
             },
@@ -136,9 +136,9 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
     Ok(())
 }
 
-/// Why snapshots in memory can never be stored in the first tier, if that is what an error says. The next save begins anew with
-/// a base, and with other casks.
-async fn why_never(copier: &mut Copier, source: &UploadSource, error: &Error) -> Result<Option<&'static str>> {
+/// Returns the reason if snapshots in memory can never be stored in the first tier; `None` if a retry may help. After a permanent
+/// failure, the next save writes a base, with other casks.
+async fn permanent_failure(copier: &mut Copier, source: &UploadSource, error: &Error) -> Result<Option<&'static str>> {
     Ok(match error.kind() {
         ErrorKind::Corrupt if is_damaged(&source.store).await? => Some("the snapshot was damaged in memory before it reached the store"),
         ErrorKind::Corrupt if copier.lacks_parents_of(&source.store).await? => {

@@ -7,7 +7,7 @@ use tensorcask::wire::Id;
 use tensorcask::{ErrorKind, Result, SnapshotStatus, Store};
 
 use super::run::Run;
-use super::run_event::{Event, LostSnapshot};
+use super::run_event::{Event, LostSnapshot, LostSnapshots};
 use crate::memory_stores::open_epoch;
 
 /// A store that a tier is filled from.
@@ -64,8 +64,9 @@ pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Stor
     let stored = snapshot_ids(destination).await?;
     let lost = match source.store.history().records().await {
         Ok(records) => {
-            let lost = records.into_iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id));
-            Some(lost.map(|record| LostSnapshot { sequence: record.sequence, step: record.step }).collect::<Vec<_>>())
+            let lost = records.iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id));
+            let snapshots = lost.map(|record| LostSnapshot { id: record.id, sequence: record.sequence, step: record.step }).collect();
+            Some(LostSnapshots { snapshots, read: records.last().map_or(0, |record| record.sequence) })
         }
         Err(e) if e.kind() == ErrorKind::Corrupt => None,
         Err(e) => return Err(e),

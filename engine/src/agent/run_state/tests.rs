@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::super::run_event::{ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot};
+use tensorcask::wire::Id;
+
+use super::super::run_event::{ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots};
 use super::super::save_log::Encoding;
 use super::RunState;
 use crate::options::Encode;
@@ -87,13 +89,16 @@ fn saves_in_damaged_memory_fail_and_later_ones_count() {
     };
     state.apply(encoded(1, 0));
     state.apply(encoded(2, 0));
-    let lost = Some(vec![LostSnapshot { sequence: 2, step: 20 }]);
+    // Saves that the agent had encoded and the log in memory had not shown yet are lost, too.
+    state.apply(encoded(3, 0));
+    let snapshots = vec![LostSnapshot { id: Id([2; 16]), sequence: 2, step: 20 }];
+    let lost = Some(LostSnapshots { snapshots, read: 2 });
     state.apply(Event::MemoryUnusable { epoch: 0, lost, why: "damage".into() });
     // This save was committed while the damage was found.
-    state.apply(encoded(3, 0));
-    state.apply(encoded(4, 1));
+    state.apply(encoded(4, 0));
+    state.apply(encoded(5, 1));
     let progress = state.progress(0, 0);
-    assert_eq!(progress.failures.iter().map(|failure| failure.generation).collect::<Vec<_>>(), [2, 3]);
+    assert_eq!(progress.failures.iter().map(|failure| failure.generation).collect::<Vec<_>>(), [2, 3, 4]);
     assert_eq!((progress.unusable_epoch, state.tiers[0].pending), (Some(0), 1));
     assert_eq!(progress.failures[0].message, "damage");
 }
