@@ -26,7 +26,7 @@ pub(crate) struct UploadState {
     /// Log entry of the current store up to which the next tier has everything. If it is above 0, the next tier also
     /// has all older stores.
     pub uploaded: u64,
-    /// Epochs whose snapshots cannot be stored: they are damaged, or the first tier has lost their base.
+    /// Epochs whose snapshots can never be stored in the first tier.
     pub unusable: BTreeSet<u64>,
 }
 

@@ -274,7 +274,8 @@ impl Mirror {
         Err(Error::new(ErrorKind::Conflict, message))
     }
 
-    /// Whether the parts of a step in both mirrors can form one snapshot: they have the same parent, or this one holds whole chunks. `None` if the other mirror does not have the step yet.
+    /// Whether the parts of a step in both mirrors can form one snapshot: they have the same parent, or this one holds whole
+    /// chunks. `None` if the other mirror does not have the step yet.
     #[boxed]
     pub async fn fits(&self, other: &Store, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await?.flatten() else { return Ok(Some(true)) };

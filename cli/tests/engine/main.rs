@@ -4,6 +4,7 @@
 
 mod agents;
 mod comebacks;
+mod damage;
 mod deferred;
 mod doctor;
 mod faults;

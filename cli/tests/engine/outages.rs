@@ -339,8 +339,7 @@ fn resume_after_a_start_that_saved_nothing(job: &Job, away: Option<Away>) {
 
 /// Number of log entries in a folder, without those that are being written.
 fn count_entries(log: &Path) -> usize {
-    let names = std::fs::read_dir(log).unwrap().map(|entry| entry.unwrap().path());
-    names.filter(|name| name.extension().is_some_and(|extension| extension == "json")).count()
+    files_in(log).iter().filter(|name| name.extension().is_some_and(|extension| extension == "json")).count()
 }
 
 /// Errors of all ranks.

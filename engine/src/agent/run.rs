@@ -100,6 +100,12 @@ impl Run {
     /// Performs all actions; returns the first error.
     fn apply_locked(&self, shared: &mut Shared, event: Event) -> Result<()> {
         let actions = shared.state.apply(event);
+        // Once for all failures of the event. A full file system must not stop the work that has failed.
+        if actions.iter().any(|action| matches!(action, Action::LogFailure { .. }))
+            && let Err(error) = note_failures(&self.folder, &shared.state)
+        {
+            tracing::warn!(run = self.spec.run, %error, "later agents will not know of these failed saves");
+        }
         let performed = actions.into_iter().map(|action| self.perform(shared, action)).fold(Ok(()), Result::and);
         self.changes.send_modify(|changes| *changes += 1);
         performed
@@ -131,13 +137,7 @@ impl Run {
                 ahead_bytes = save.ahead_bytes,
                 "committed"
             ),
-            Action::NoteFailure { step, message } => {
-                tracing::error!(run, step, message, "a save failed");
-                // A full file system must not stop the work that has failed.
-                if let Err(error) = note_failures(&self.folder, &shared.state) {
-                    tracing::warn!(run, %error, "later agents will not know of this failure");
-                }
-            }
+            Action::LogFailure { step, message } => tracing::error!(run, step, message, "a save failed"),
             Action::LogProblem { tier, message } => tracing::warn!(run, tier, problem = message, "trying again"),
             Action::LogStopped { why } => tracing::error!(run, why, "this run was stopped"),
         }

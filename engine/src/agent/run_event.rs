@@ -81,8 +81,8 @@ pub(super) enum Action {
     DropAhead,
     /// Log a committed save.
     LogCommit(SaveStatus),
-    /// Log a failed save, and note all failures for later agents.
-    NoteFailure {
+    /// Log a failed save. All failures are noted for later agents, too.
+    LogFailure {
         step: u64,
         message: String,
     },

@@ -55,7 +55,7 @@ pub(super) struct MemoryState {
     pub committed: VecDeque<CommittedSnapshot>,
     /// Log entry up to which the first tier has everything.
     pub uploaded: u64,
-    /// Epochs whose snapshots cannot be stored: they are damaged, or the first tier has lost their base.
+    /// Epochs whose snapshots can never be stored in the first tier.
     pub unusable: BTreeSet<u64>,
 }
 

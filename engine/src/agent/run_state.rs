@@ -313,7 +313,7 @@ impl RunState {
                 self.saves.on_failed(generation, why);
             }
         }
-        Action::NoteFailure { step, message: why.to_owned() }
+        Action::LogFailure { step, message: why.to_owned() }
     }
 
     fn on_memory_unusable(&mut self, epoch: u64, lost: Option<LostSnapshots>, why: &str) -> Vec<Action> {
