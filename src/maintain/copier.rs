@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::cask_copy::{copy_cask, present};
 use super::copy::{open_destination, snapshots_to_copy};
 use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
@@ -21,12 +22,9 @@ use crate::commit::{
 };
 use crate::error::{ResultExt, TOO_LATE};
 use crate::reader::CaskSource;
-use crate::store::{AheadUploads, Listed, Upload, saves_inline};
+use crate::store::{AheadUploads, saves_inline};
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
-
-/// Number of bytes of a cask that are copied at once.
-const WINDOW_BYTES: u64 = 8 << 20;
 
 /// Copies the snapshots of a run into a destination as they come. Writes there as one writer with an id.
 #[derive(Debug)]
@@ -385,40 +383,4 @@ async fn read_directory_bytes(store: &Store, digest: Digest) -> Result<(String, 
     let bytes = store.objects().get(&path, store.limits().max_directory_bytes).await?;
     Directory::check_digest(&bytes, digest).in_object(path.as_str())?;
     Ok((path, bytes))
-}
-
-/// Listing of an object, if the store has it with this size.
-pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
-    Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
-}
-
-/// End of the window that begins at an offset of a cask.
-fn window_end(start: u64, cask_bytes: u64) -> u64 {
-    cask_bytes.min(start.saturating_add(WINDOW_BYTES))
-}
-
-/// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
-#[boxed]
-pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
-    let path = cask.path();
-    let begun = match ahead {
-        Some(ahead) => ahead.take(&path).await,
-        None => None,
-    };
-    let (mut upload, mut start, sent) = match begun {
-        Some(begun) => (begun.upload, begun.bytes, begun.sent_bytes),
-        None => (Upload::new(destination, path.clone(), cask.bytes), 0, 0),
-    };
-    // The next window is read while this one is sent.
-    let mut window = start..window_end(start, cask.bytes);
-    let mut bytes = source.get_range(window.clone()).await?;
-    while !window.is_empty() {
-        start = window.end;
-        window = start..window_end(start, cask.bytes);
-        let (sent, read) = futures::future::join(upload.push(vec![bytes]), source.get_range(window.clone())).await;
-        sent?;
-        bytes = read?;
-    }
-    upload.finish().await?;
-    Ok(sent)
 }

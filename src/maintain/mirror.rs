@@ -8,8 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::copier::{copy_cask, present};
-use super::verify::verify_cask;
+use super::cask_copy::{CopyFailure, copy_checked_cask, present};
 use crate::chain::chain_of;
 use crate::commit::{
     CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest, read_manifest_bytes, read_store_file,
@@ -251,8 +250,10 @@ impl Mirror {
                     continue;
                 }
                 let from = CaskSource::object(&self.memory, cask);
-                verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await.map_err(lost)?;
-                copy_cask(&from, &self.store, cask, None).await?;
+                copy_checked_cask(&from, &self.store, cask, receipt.parent.is_none()).await.map_err(|failure| match failure {
+                    CopyFailure::Source(error) => lost(error),
+                    CopyFailure::Destination(error) => error,
+                })?;
                 sent = sent.saturating_add(cask.bytes);
             }
         }

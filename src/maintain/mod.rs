@@ -27,6 +27,7 @@
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier` | snapshots in another store |
+//! | `cask_check`, `cask_copy` | checks the bytes of one cask; copies one cask |
 //! | `mirror`, `replica`, `refill` | a part of a store's objects in the memory of one host; a checked copy of it on another; the way back |
 //! | `held` | snapshots that a part of a store holds completely |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
@@ -35,6 +36,8 @@
 //! | `doctor` | examines a store and finds leftovers |
 
 mod advise;
+mod cask_check;
+mod cask_copy;
 mod compact;
 mod consolidate;
 mod copier;

@@ -4,9 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::copier::{copy_cask, present};
+use super::cask_copy::{CopyFailure, copy_checked_cask, present};
 use super::mirror::{needed_links, parents_in};
-use super::verify::verify_cask;
 use crate::commit::{SessionLog, SnapshotRecord, read_manifest};
 use crate::reader::CaskSource;
 use crate::wire::{CaskRef, Id, rank_of_slot};
@@ -98,13 +97,13 @@ impl Refill {
         if present(from, &cask.path(), cask.bytes).await?.is_none() {
             return Ok(false);
         }
-        copy_cask(&CaskSource::object(from, cask), &self.memory, cask, None).await?;
-        if let Err(error) = verify_cask(&CaskSource::object(&self.memory, cask), cask, *of_base, self.memory.limits()).await {
-            self.memory.objects().delete(&cask.path()).await?;
-            return Err(error);
+        match copy_checked_cask(&CaskSource::object(from, cask), &self.memory, cask, *of_base).await {
+            Ok(()) => {
+                self.present.insert(cask.id);
+                Ok(true)
+            }
+            Err(CopyFailure::Source(error) | CopyFailure::Destination(error)) => Err(error),
         }
-        self.present.insert(cask.id);
-        Ok(true)
     }
 }
 

@@ -7,8 +7,8 @@
 //! A mirror has all steps that are neither committed nor given up. A replica needs the older ones, too: hosts may save at
 //! different speeds, and a lost host is restored to a step that all hosts have.
 //!
-//! The source is not trusted. A cask is copied first, and then checked at the destination, byte by byte. A receipt is
-//! written after the casks that it names. A step that is a delta counts only if the casks of its parent's chain are there,
+//! The source is not trusted. Every byte of a cask is checked before it is written, and the cask appears once all of it was
+//! checked. A receipt is written after the casks that it names. A step that is a delta counts only if the casks of its parent's chain are there,
 //! too, and checked.
 //!
 //! Invariant: a pull removes no step and no link of the chain before the replica has newer steps in their place. A source
@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::copier::{copy_cask, present};
+use super::cask_copy::{CopyFailure, copy_checked_cask, present};
 use super::mirror::{clear, needed_links};
 use super::refill::{WantedCask, casks_of};
 use super::verify::verify_cask;
@@ -405,7 +405,7 @@ impl Replica {
         outcome
     }
 
-    /// Copies a cask, unless the replica has it; returns the bytes that were copied. Removes what fails the check.
+    /// Copies a cask, unless the replica has it undamaged; returns the bytes that were copied.
     #[boxed]
     async fn copy_one(&self, wanted: &WantedCask) -> Result<u64> {
         let WantedCask { cask, of_base } = wanted;
@@ -414,14 +414,13 @@ impl Replica {
         if is_present && verify_cask(&to, cask, *of_base, self.memory.limits()).await.is_ok() {
             return Ok(0);
         }
-        copy_cask(&CaskSource::object(&self.source, cask), &self.memory, cask, None).await?;
-        match verify_cask(&to, cask, *of_base, self.memory.limits()).await {
+        match copy_checked_cask(&CaskSource::object(&self.source, cask), &self.memory, cask, *of_base).await {
             Ok(()) => Ok(cask.bytes),
-            Err(error) => {
-                self.memory.objects().delete(&cask.path()).await?;
+            Err(CopyFailure::Source(error)) if error.kind() == ErrorKind::Corrupt => {
                 let message = format!("{} sent wrong bytes: {}", self.source.url(), error.message());
-                Err(Error::new(error.kind(), message).object(cask.path()).source(error))
+                Err(Error::corrupt(message).object(cask.path()).source(error))
             }
+            Err(CopyFailure::Source(error) | CopyFailure::Destination(error)) => Err(error),
         }
     }
 

@@ -1,20 +1,17 @@
 //! Verifies a store: the log and the objects that it names, every byte of every cask, and every decoded chunk.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 
+use super::cask_check::CaskCheck;
 use crate::chain::{Link, chain_of, check_link};
-use crate::codec::ChunkKind;
 use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_inline, read_manifest, read_store_file};
-use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
-use crate::limits::to_usize;
 use crate::reader::{CaskSource, Snapshot, read_directory, read_index, verify_counting};
 use crate::store::Work;
-use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
+use crate::wire::{CaskRef, Id, LogEntry, Manifest};
 use crate::{Error, Limits, Result, Store, boxed};
 
-/// VerifyDepth of a verification.
+/// Depth of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum VerifyDepth {
     /// Log entries, catalogs, manifests and directories; existence and size of every cask.
@@ -50,7 +47,7 @@ impl VerifyDepth {
 /// Options of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct VerifyOptions {
-    /// VerifyDepth of the verification.
+    /// Depth of the verification.
     pub depth: VerifyDepth,
     /// Step of the only snapshot to check, together with its chain.
     pub step: Option<u64>,
@@ -116,9 +113,6 @@ impl VerifyReport {
         })
     }
 }
-
-/// Number of cask bytes read at once.
-const WINDOW_BYTES: u64 = 8 << 20;
 
 /// Verifies the store and collects problems in the report. An error means that the verification itself could not
 /// run.
@@ -378,49 +372,13 @@ async fn verify_bytes(source: &CaskSource, cask: &CaskRef, of_base: bool, limits
         let bytes = source.get_range(range.clone()).await?;
         index.load_part(part, bytes)?;
     }
-    let header = source.get_range(0..HEADER_BYTES).await?;
-    if Header::decode(&header)?.id != cask.id {
-        return Err(Error::corrupt("holds a cask whose id differs from the name of the file").clause("container 2.4"));
-    }
-    let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
-    for shard in 0..index.shard_count() {
-        let name = index.tensor(index.tensor_of(shard)).name;
-        for chunk in 0..index.grid(shard)?.chunk_count() {
-            let entry = index.chunk(shard, chunk)?;
-            if of_base && entry.kind != ChunkKind::Absolute {
-                let message = format!("a base holds a chunk that is {}", entry.kind.name());
-                return Err(Error::corrupt(message).tensor(name).chunk(chunk).clause("chain 3.3"));
-            }
-            pages.extend(entry.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
-        }
-    }
-    pages.extend(index.blobs().map(|blob| (blob.name.to_owned(), 0, blob.page)));
-
-    // Reads pages that fit a window together with the padding between them, and a larger page by itself.
-    let mut end = HEADER_BYTES;
-    let mut rest = pages.as_slice();
-    while let Some((_, _, first)) = rest.first() {
-        let window = end..first.range.end.max(end + WINDOW_BYTES).min(index.file().index_offset);
-        let count = rest.iter().take_while(|(_, _, page)| page.range.end <= window.end).count();
-        let (now, later) = rest.split_at(count.max(1));
-        rest = later;
-        let last = now.last().map_or(end, |(_, _, page)| page.range.end);
-        let bytes = source.get_range(end..last).await?;
-        let slice = |range: Range<u64>| {
-            let (start, stop) = (to_usize(range.start - end, "a page")?, to_usize(range.end - end, "a page")?);
-            Ok::<_, Error>(bytes.slice(start..stop))
-        };
-        let mut position = end;
-        for (name, chunk, page) in now {
-            padding_is_zero(&slice(position..page.range.start)?, position)?;
-            page.check(&slice(page.range.clone())?).map_err(|e| e.tensor(name).chunk(*chunk))?;
-            position = page.range.end;
-        }
+    let mut check = CaskCheck::new(cask, &index, of_base)?;
+    for window in check.windows() {
+        let bytes = source.get_range(window.clone()).await?;
+        check.check(&bytes)?;
         if let Some(work) = &mut work {
-            work.add(last.saturating_sub(end));
+            work.add(window.end - window.start);
         }
-        end = last;
     }
-    let padding = source.get_range(end..index.file().index_offset).await?;
-    padding_is_zero(&padding, end)
+    Ok(())
 }

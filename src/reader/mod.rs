@@ -49,7 +49,7 @@ pub use inspect::{Inspection, LinkInfo, ReadCounts};
 pub use narrow::Bf16View;
 pub use open::{Latest, SnapshotInfo, StepSelector};
 use open_chain::OpenChain;
-pub(crate) use open_chain::{read_directory, read_index};
+pub(crate) use open_chain::{read_directory, read_index, read_whole_index};
 pub use predicate::Predicate;
 pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;

@@ -286,11 +286,37 @@ async fn read_cask(source: &CaskSource, cask: &CaskRef, limits: &Limits) -> Resu
                 }
             }
         };
-        let file = index.file();
-        if file.digest != cask.digest || file.index_offset != cask.index_offset || file.root_offset != cask.root_offset {
-            return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
-        }
+        is_index_of(&index, cask)?;
         Ok((index, is_small.then_some(read)))
     };
     read.await.map_err(|e| source.locate(e))
+}
+
+/// Reads the index of a cask with all its parts by one request, and compares it with the manifest. Also returns the bytes: the end
+/// of the cask.
+#[boxed]
+pub(crate) async fn read_whole_index(source: &CaskSource, cask: &CaskRef, limits: &Limits) -> Result<(CaskIndex, Bytes)> {
+    let read = async {
+        Limits::check(cask.bytes.saturating_sub(cask.index_offset), limits.max_index_bytes, "size of the index")?;
+        let tail = source.get_range(cask.index_offset..cask.bytes).await?;
+        let mut decoder = IndexDecoder::new(cask.id, cask.bytes, limits.clone());
+        decoder.push(cask.index_offset, tail.clone())?;
+        match decoder.poll()? {
+            Progress::Done(index) if index.missing_parts().is_empty() => {
+                is_index_of(&index, cask)?;
+                Ok((index, tail))
+            }
+            _ => Err(Error::corrupt("the index begins before the offset that the manifest names").clause("manifest 2.3")),
+        }
+    };
+    read.await.map_err(|e| source.locate(e))
+}
+
+/// Checks that an index is of the cask that the manifest names.
+fn is_index_of(index: &CaskIndex, cask: &CaskRef) -> Result<()> {
+    let file = index.file();
+    if file.digest != cask.digest || file.index_offset != cask.index_offset || file.root_offset != cask.root_offset {
+        return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
+    }
+    Ok(())
 }
