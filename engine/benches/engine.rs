@@ -21,7 +21,8 @@ mod linux {
     use serde_json::json;
     use tensorcask::{Latest, Metadata, Policy, TensorView};
     use tensorcask_engine::{
-        AgentStatus, Destination, Engine, EngineOptions, Restored, RestoredTensor, RunStatus, Source, Until, agent_status, stop_agent,
+        AgentStatus, Destination, Encode, Engine, EngineOptions, Restored, RestoredTensor, RunStatus, Source, Until, agent_status,
+        stop_agent,
     };
 
     use crate::common::{Arguments, Memcpy, Owned, Table, bytes_of, fail, median, report, seconds, synthetic};
@@ -72,7 +73,7 @@ mod linux {
     }
 
     pub(super) fn main() {
-        let arguments = Arguments::parse(&["mib", "rounds", "saves", "small-mib", "folder"]);
+        let arguments = Arguments::parse(&["mib", "rounds", "saves", "small-mib", "folder", "tables"]);
         let bytes = (arguments.number("mib", 1024.0) * (1u64 << 20) as f64) as u64;
         let small = (arguments.number("small-mib", 128.0) * (1u64 << 20) as f64) as u64;
         let rounds = arguments.number("rounds", 7.0) as usize;
@@ -83,13 +84,16 @@ mod linux {
         };
         let states = |bytes: u64| [1000, 1001].map(|step| synthetic(bytes, &data.join(format!("step-{step}.safetensors"))));
         let folder = arguments.text("folder");
-        let large = states(bytes);
-        let tables = [stall(&large, rounds, folder), restore(&large, rounds, folder)];
-        drop(large);
-        let small = states(small);
-        let further = [run(&small, saves, folder), memory(&small, folder), bases(&small, rounds, folder)];
-        let tables = tables.into_iter().chain(further).collect::<Vec<_>>();
-        report("engine", &tables, arguments.json);
+        let names = arguments.text("tables").unwrap_or("stall,restore,run,memory,bases");
+        let tables = names.split(',').map(|name| match name {
+            "stall" => stall(&states(bytes), rounds, folder),
+            "restore" => restore(&states(bytes), rounds, folder),
+            "run" => run(&states(small), saves, folder),
+            "memory" => memory(&states(small), folder),
+            "bases" => bases(&states(small), rounds, folder),
+            _ => fail(&format!("there is no table `{name}`")),
+        });
+        report("engine", &tables.collect::<Vec<_>>(), arguments.json);
     }
 
     fn program() -> PathBuf {
@@ -358,34 +362,43 @@ mod linux {
     fn memory(states: &[Vec<Owned>; 2], folder: Option<&str>) -> Table {
         let size = bytes_of(&states[0]);
         let title = format!(
-            "Host memory per byte of a state of {:.2} GB: after {MEMORY_SAVES} saves one step apart (consecutive policy), and the most while one is encoded",
+            "Host memory per byte of a state of {:.2} GB: after {MEMORY_SAVES} saves one step apart, and the most while one of them is encoded",
             size as f64 / 1e9
         );
-        let mut table = Table::new(title, &["encoded", "arena", "agent", "all", "most"]);
-        for (name, slots, keep, keep_base_decoded) in [
-            ("keep 1, 1 slot, base not kept decoded", 1, 1, false),
-            ("keep 1, base not kept decoded", 2, 1, false),
-            ("keep 1", 2, 1, true),
-            ("keep 2 (default)", 2, 2, true),
-            ("keep 4", 2, 4, true),
-        ] {
+        let mut table = Table::new(title, &["encoded", "arena", "agent", "trainer", "all", "most"]);
+        let low = |host: &Host| EngineOptions { slots: 1, keep: 1, keep_base_decoded: false, policy: Policy::Adaptive, ..host.options() };
+        let consecutive = |host: &Host, keep| EngineOptions { keep, policy: Policy::Consecutive, ..host.options() };
+        type Options<'o> = &'o dyn Fn(&Host) -> EngineOptions;
+        let rows: [(&str, Options<'_>); 8] = [
+            ("adaptive, keep 1, encoded by the trainer", &|host| EngineOptions { encode: Encode::Inline, ..low(host) }),
+            ("adaptive, keep 1, 1 slot, base not kept decoded", &low),
+            ("adaptive, keep 1, 1 slot", &|host| EngineOptions { keep_base_decoded: true, ..low(host) }),
+            ("adaptive, keep 2 (default)", &|host| host.options()),
+            ("consecutive, keep 1, 1 slot, base not kept decoded", &|host| EngineOptions { policy: Policy::Consecutive, ..low(host) }),
+            ("consecutive, keep 1", &|host| consecutive(host, 1)),
+            ("consecutive, keep 2", &|host| consecutive(host, 2)),
+            ("consecutive, keep 4", &|host| consecutive(host, 4)),
+        ];
+        for (name, options) in rows {
             let host = Host::new(folder);
-            let options = EngineOptions { slots, keep, keep_base_decoded, policy: Policy::Consecutive, ..host.options() };
-            let mut engine = Engine::start(options).unwrap();
+            let before = private_bytes(std::process::id());
+            let mut engine = Engine::start(options(&host)).unwrap();
+            let own = || private_bytes(std::process::id()).saturating_sub(before);
             let mut most = 0;
             for step in 1..=MEMORY_SAVES {
                 engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap();
                 while !engine.wait(Until::Durable, Duration::from_millis(20)).unwrap().reached {
                     // The first save is a base.
-                    most = most.max(host.agent().host_memory_bytes() * u64::from(step > 1));
+                    most = most.max((host.agent().host_memory_bytes() + own()) * u64::from(step > 1));
                 }
             }
             let agent = host.agent();
             let run = &agent.runs[0];
-            let bytes = [run.memory_bytes, run.ranks[0].arena_present_bytes, agent.private_bytes, agent.host_memory_bytes(), most];
+            let arena = run.ranks.first().map_or(0, |rank| rank.arena_present_bytes);
+            let bytes = [run.memory_bytes, arena, agent.private_bytes, own(), agent.host_memory_bytes() + own(), most];
             let ratios = bytes.map(|bytes| bytes as f64 / size as f64);
-            let [encoded, arena, own, all, most] = ratios;
-            let values = json!({ "encoded": encoded, "arena": arena, "agent": own, "all": all, "most": most });
+            let [encoded, arena, own, trainer, all, most] = ratios;
+            let values = json!({ "encoded": encoded, "arena": arena, "agent": own, "trainer": trainer, "all": all, "most": most });
             table.row(name, ratios.map(|ratio| format!("{ratio:.2}")).to_vec(), values);
             engine.finish().unwrap();
         }

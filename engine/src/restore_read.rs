@@ -1,7 +1,7 @@
 //! Reads one copy of a state: a slot of the arena, or a snapshot.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::prelude::*;
@@ -9,7 +9,7 @@ use tensorcask::{Blob, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapsh
 
 use crate::arena::Arena;
 use crate::image::EXTENT_BYTES;
-use crate::restore_request::{RestoreRequest, byte_count};
+use crate::restore_request::{Buffers, RestoreRequest, byte_count};
 use crate::restored::{Elements, Restored, RestoredTensor, Source};
 
 /// Reads the raw state in a slot.
@@ -33,11 +33,12 @@ pub(crate) fn read_slot<'a>(arena: &'a Arena, slot: usize, request: &mut Restore
     });
     let (tensors, blobs, metadata) = (tensors.collect(), stored.blobs(), stored.metadata());
     let mut found = Restored { tensors, blobs, metadata, ..empty(stored.step(), Source::Slot) };
-    if let Some(buffers) = request.buffers(&found)? {
+    if let Some(Buffers { buffers, borrowed }) = request.buffers(&found)? {
         let pairs = buffers.into_iter().zip(&found.tensors).filter_map(|(buffer, tensor)| Some((buffer?, &*tensor.data)));
         let pieces = pairs.flat_map(|(buffer, data)| buffer.chunks_mut(EXTENT_BYTES).zip(data.chunks(EXTENT_BYTES)));
         pieces.collect::<Vec<_>>().into_par_iter().for_each(|(buffer, data)| buffer.copy_from_slice(data));
-        found.tensors.iter_mut().for_each(|tensor| tensor.data = Elements::Placed);
+        let placed = found.tensors.iter_mut().zip(borrowed).filter(|(_, borrowed)| !borrowed);
+        placed.for_each(|(tensor, _)| tensor.data = Elements::Placed);
     }
     Ok(found)
 }
@@ -69,33 +70,39 @@ pub(crate) async fn read_snapshot<'a>(snapshot: &Snapshot, source: Source, reque
     user.retain(|key, _| !key.starts_with("tc."));
     let metadata = Metadata { user, file: snapshot.metadata().clone() };
     let mut found = Restored { tensors, blobs, metadata, ..empty(snapshot.step(), source) };
-    if let Some(buffers) = request.buffers(&found)? {
-        read_into(snapshot, &found.tensors, buffers).await?;
-        return Ok(found);
+    let of_caller = request.buffers(&found)?;
+    let Buffers { mut buffers, borrowed } = of_caller.unwrap_or_else(|| Buffers::all_borrowed(found.tensors.len()));
+    // New memory for what the caller borrows, by tensor. Tied tensors share the memory of the first of them that is borrowed.
+    let (mut holders, mut memory) = (HashMap::new(), BTreeMap::new());
+    for (number, tensor) in found.tensors.iter().enumerate().filter(|(number, _)| borrowed.get(*number) == Some(&true)) {
+        if let Entry::Vacant(group) = holders.entry(tensor.tied_to.unwrap_or(number)) {
+            group.insert(number);
+            memory.insert(number, new_memory(tensor)?);
+        }
     }
-    // Tied tensors share memory.
-    let mut data: Vec<Vec<u8>> = Vec::with_capacity(found.tensors.len());
-    for tensor in &found.tensors {
-        let bytes = match tensor.tied_to {
-            Some(_) => 0,
-            None => byte_count(tensor.dtype, &tensor.rect).ok_or_else(|| Error::limit("the tensor is too large").tensor(&tensor.name))?,
-        };
-        let mut buffer = Vec::new();
-        buffer
-            .try_reserve_exact(bytes)
-            .map_err(|e| Error::limit(format!("cannot allocate {bytes} bytes")).tensor(&tensor.name).source(e))?;
-        buffer.resize(bytes, 0u8);
-        data.push(buffer);
+    for (number, bytes) in &mut memory {
+        if let Some(buffer) = buffers.get_mut(*number) {
+            *buffer = Some(bytes);
+        }
     }
-    let buffers = data.iter_mut().zip(&found.tensors).map(|(buffer, tensor)| tensor.tied_to.is_none().then_some(buffer.as_mut_slice()));
-    read_into(snapshot, &found.tensors, buffers.collect()).await?;
-    let data: Vec<Arc<Vec<u8>>> = data.into_iter().map(Arc::new).collect();
-    for (number, tensor) in found.tensors.iter_mut().enumerate() {
-        if let Some(data) = data.get(tensor.tied_to.unwrap_or(number)) {
-            tensor.data = Elements::Owned(data.clone());
+    read_into(snapshot, &found.tensors, buffers).await?;
+    let memory: BTreeMap<usize, Arc<Vec<u8>>> = memory.into_iter().map(|(number, bytes)| (number, Arc::new(bytes))).collect();
+    for (number, (tensor, borrowed)) in found.tensors.iter_mut().zip(borrowed).enumerate() {
+        let holder = holders.get(&tensor.tied_to.unwrap_or(number)).filter(|_| borrowed);
+        if let Some(bytes) = holder.and_then(|holder| memory.get(holder)) {
+            tensor.data = Elements::Owned(bytes.clone());
         }
     }
     Ok(found)
+}
+
+/// Zeroed memory for a tensor.
+fn new_memory(tensor: &RestoredTensor<'_>) -> Result<Vec<u8>> {
+    let bytes = byte_count(tensor.dtype, &tensor.rect).ok_or_else(|| Error::limit("the tensor is too large").tensor(&tensor.name))?;
+    let mut buffer = Vec::new();
+    buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("cannot allocate {bytes} bytes")).tensor(&tensor.name).source(e))?;
+    buffer.resize(bytes, 0u8);
+    Ok(buffer)
 }
 
 /// Reads tensors into their buffers. Reads tied tensors once and copies them.

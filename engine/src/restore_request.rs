@@ -70,6 +70,21 @@ impl Wanted<'_> {
     }
 }
 
+/// Memory of the caller for the tensors of a state.
+pub(crate) struct Buffers<'m> {
+    /// A buffer for each tensor that is written to the caller's memory.
+    pub buffers: Vec<Option<&'m mut [u8]>>,
+    /// Whether the caller borrows the data of a tensor.
+    pub borrowed: Vec<bool>,
+}
+
+impl Buffers<'_> {
+    /// No buffers: the caller borrows all tensors.
+    pub(crate) fn all_borrowed(tensors: usize) -> Self {
+        Self { buffers: (0..tensors).map(|_| None).collect(), borrowed: vec![true; tensors] }
+    }
+}
+
 /// A restore under way.
 pub(crate) struct RestoreRequest<'s> {
     pub at: StepSelector,
@@ -101,11 +116,12 @@ impl<'s> RestoreRequest<'s> {
         Ok(())
     }
 
-    /// Asks the destination, if there is one, for a buffer of each tensor.
-    pub(crate) fn buffers(&mut self, found: &Restored<'_>) -> Result<Option<Vec<Option<&mut [u8]>>>> {
+    /// Asks the destination, if there is one, for a buffer of each tensor, and for the tensors that it borrows.
+    pub(crate) fn buffers(&mut self, found: &Restored<'_>) -> Result<Option<Buffers<'_>>> {
         let Some(destination) = &mut self.destination else { return Ok(None) };
         self.is_refused = true;
         destination.prepare(found)?;
+        let borrowed: Vec<bool> = (0..found.tensors.len()).map(|tensor| destination.borrows(tensor)).collect();
         let buffers = destination.buffers()?;
         for (tensor, buffer) in found.tensors.iter().zip(&buffers) {
             let expected = byte_count(tensor.dtype, &tensor.rect);
@@ -119,7 +135,8 @@ impl<'s> RestoreRequest<'s> {
             return Err(Error::invalid(format!("got {} buffers for {} tensors", buffers.len(), found.tensors.len())));
         }
         self.is_refused = false;
-        Ok(Some(buffers))
+        let borrowed = buffers.iter().zip(borrowed).map(|(buffer, borrowed)| borrowed && buffer.is_none()).collect();
+        Ok(Some(Buffers { buffers, borrowed }))
     }
 }
 

@@ -120,8 +120,15 @@ pub trait Destination: Send {
     fn prepare(&mut self, found: &Restored<'_>) -> Result<()>;
 
     /// Returns a buffer for each tensor of that state, in order and of exactly its size; `None` for tensors that are
-    /// not wanted.
+    /// not wanted here.
     fn buffers(&mut self) -> Result<Vec<Option<&mut [u8]>>>;
+
+    /// Whether the result shall have the data of a tensor without a buffer: borrowed from the arena, or in new memory. By default
+    /// it does not.
+    fn borrows(&self, tensor: usize) -> bool {
+        let _ = tensor;
+        false
+    }
 }
 
 /// Part of a tensor to restore.

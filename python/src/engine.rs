@@ -167,7 +167,8 @@ impl Engine {
     /// Calls `places` with the state that was found. Each tensor has a row (name, dtype, global shape, first index,
     /// extent, the name of an earlier tensor that it is tied to), and so has each blob (rank, name, bytes). `places`
     /// returns a buffer or None for each tensor. If the state turns out to be damaged, calls `places` again for another
-    /// one. Returns a summary of the restored state.
+    /// one. A function instead of a buffer is called with address and size of the data once all of it was read; the memory is
+    /// valid during the call. Returns a summary of the restored state.
     fn restore<'py>(
         &self,
         py: Python<'py>,
@@ -182,17 +183,17 @@ impl Engine {
         let engine = &*opened(&mut engine)?;
         let (ask, asked) = channel();
         let (answer, answers) = channel();
-        let mut memory = Memory { ask, answers, targets: Vec::new() };
+        let mut memory = Memory { ask, answers, rooms: Vec::new() };
         let places = places.clone().unbind();
         let (found, refused) = py.detach(|| {
             std::thread::scope(|scope| {
-                let restoring = scope.spawn(move || engine.restore_into(at, parts.as_ref(), &mut memory));
+                let restoring = scope.spawn(move || Ok((engine.restore_into(at, parts.as_ref(), &mut memory)?, memory.rooms)));
                 let mut refused = None;
                 // Calls Python on this thread, because its objects may depend on the thread.
                 for question in asked {
-                    let targets = Python::attach(|py| targets_of(py, question, &places)).map_err(|error| refused = Some(error));
+                    let rooms = Python::attach(|py| rooms_of(py, question, &places)).map_err(|error| refused = Some(error));
                     // Fails only if the restore no longer waits for the answer.
-                    let _ = answer.send(targets.ok());
+                    let _ = answer.send(rooms.ok());
                 }
                 (restoring.join(), refused)
             })
@@ -200,7 +201,13 @@ impl Engine {
         if let Some(error) = refused {
             return Err(error);
         }
-        let found = found.map_err(|_| raise(&Error::new(ErrorKind::Storage, "the restore ended in a crash")))?.map_err(|e| raise(&e))?;
+        let found = found.map_err(|_| raise(&Error::new(ErrorKind::Storage, "the restore ended in a crash")))?;
+        let (found, rooms) = found.map_err(|e: Error| raise(&e))?;
+        for (tensor, room) in found.tensors.iter().zip(&rooms) {
+            if let Room::Reader(reader) = room {
+                reader.call1(py, (tensor.data.as_ptr() as usize, tensor.data.len()))?;
+            }
+        }
         let facts = PyDict::new(py);
         facts.set_item("step", found.step)?;
         facts.set_item("source", place_of(&found.source))?;
@@ -412,11 +419,21 @@ struct Question {
 /// to.
 type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>);
 
-/// Memory owned by Python. Python allocates it when the state to restore is known.
+/// Where a tensor goes.
+enum Room {
+    /// It is not wanted.
+    Nowhere,
+    /// Memory owned by Python.
+    Memory(Target),
+    /// A function of Python that reads it once the restore is done.
+    Reader(Py<PyAny>),
+}
+
+/// Memory for a restore. Python provides it when the state to restore is known.
 struct Memory {
     ask: Sender<Question>,
-    answers: Receiver<Option<Vec<Option<Target>>>>,
-    targets: Vec<Option<Target>>,
+    answers: Receiver<Option<Vec<Room>>>,
+    rooms: Vec<Room>,
 }
 
 impl Destination for Memory {
@@ -433,23 +450,38 @@ impl Destination for Memory {
         };
         let refused = || Error::invalid("no buffer was given for the restored state");
         self.ask.send(question).map_err(|_| refused())?;
-        self.targets = self.answers.recv().ok().flatten().ok_or_else(refused)?;
+        self.rooms = self.answers.recv().ok().flatten().ok_or_else(refused)?;
         Ok(())
     }
 
     fn buffers(&mut self) -> tensorcask::Result<Vec<Option<&mut [u8]>>> {
-        writable_some(self.targets.iter_mut().map(Option::as_mut)).map_err(Error::invalid)
+        writable_rooms(&mut self.rooms).map_err(Error::invalid)
+    }
+
+    fn borrows(&self, tensor: usize) -> bool {
+        matches!(self.rooms.get(tensor), Some(Room::Reader(_)))
     }
 }
 
+fn writable_rooms(rooms: &mut [Room]) -> Result<Vec<Option<&mut [u8]>>, &'static str> {
+    writable_some(rooms.iter_mut().map(|room| match room {
+        Room::Memory(target) => Some(target),
+        Room::Nowhere | Room::Reader(_) => None,
+    }))
+}
+
 /// Asks Python for the destinations of tensors.
-fn targets_of(py: Python<'_>, question: Question, places: &Py<PyAny>) -> PyResult<Vec<Option<Target>>> {
+fn rooms_of(py: Python<'_>, question: Question, places: &Py<PyAny>) -> PyResult<Vec<Room>> {
     let blobs: Vec<_> = question.blobs.iter().map(|(rank, name, data)| (rank, name, PyBytes::new(py, data))).collect();
-    let buffers: Vec<Option<Bound<'_, PyAny>>> = places.bind(py).call1((question.step, question.rows, blobs))?.extract()?;
-    let targets = buffers.iter().map(|buffer| buffer.as_ref().map(Target::new).transpose());
-    let mut targets: Vec<Option<Target>> = targets.collect::<PyResult<_>>()?;
-    writable_some(targets.iter_mut().map(Option::as_mut)).map_err(PyValueError::new_err)?;
-    Ok(targets)
+    let given: Vec<Option<Bound<'_, PyAny>>> = places.bind(py).call1((question.step, question.rows, blobs))?.extract()?;
+    let room = |given: Option<Bound<'_, PyAny>>| match given {
+        None => Ok(Room::Nowhere),
+        Some(reader) if reader.is_callable() => Ok(Room::Reader(reader.unbind())),
+        Some(buffer) => Target::new(&buffer).map(Room::Memory),
+    };
+    let mut rooms = given.into_iter().map(room).collect::<PyResult<Vec<Room>>>()?;
+    writable_rooms(&mut rooms).map_err(PyValueError::new_err)?;
+    Ok(rooms)
 }
 
 fn duration(name: &str, seconds: f64) -> PyResult<Duration> {

@@ -1,12 +1,13 @@
-"""Copies tensors from a device into shared memory, by CUDA on a separate stream."""
+"""Copies tensors between a device and shared memory: saves on a separate stream of CUDA, restores on the current one."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,73 +19,127 @@ def is_on_device(tensor: Any) -> bool:
     return bool(tensor.device.type != "cpu")
 
 
+# CUDA holds work of all threads up while it registers memory: about 10 ms for this much.
+PIECE_BYTES = 32 << 20
+
+
 class Arena:
     """Shared memory of one engine, registered with CUDA: copies to it are direct and asynchronous.
 
-    Registering takes about 0.3 s per GB. A thread registers the memory after the first copy, so the first copy is slower. A
-    later copy waits for the thread.
+    Registering takes about 0.3 s per GB. A thread registers the memory piece by piece between the copies, so the first copies are
+    slower, and training goes on between the pieces. No copy crosses the end of a piece.
     """
 
     def __init__(self) -> None:
-        self._known: _native.ArenaMapping | None = None
-        self._registering: threading.Thread | None = None
-        self._refusal: str | None = None
+        self._mapping: _native.ArenaMapping | None = None
+        # Size of the registered part, which begins where the mapping does.
+        self._registered = 0
+        self._is_refused = False
+        self._thread: threading.Thread | None = None
+        self._pause = threading.Event()
         self._streams: dict[Any, Any] = {}
 
     def forget(self) -> bool:
-        """Unregisters the memory before it is freed. Returns whether it was registered. No copy may be running."""
-        self._join()
-        known, self._known = self._known, None
-        if known is None:
+        """Unregisters the memory before it is freed. Returns whether some was registered. No copy may be running."""
+        self._stop()
+        mapping, count = self._mapping, self._registered
+        self._mapping, self._registered, self._is_refused = None, 0, False
+        if mapping is None or count == 0:
             return False
         cudart = sys.modules["torch"].cuda.cudart()
-        if code := int(cudart.cudaHostUnregister(known.address)):
+        codes = [int(cudart.cudaHostUnregister(address)) for address, _ in _pieces(mapping.address, count, mapping.address)]
+        if code := next(filter(None, codes), 0):
             warnings.warn(f"cudaHostUnregister: error {code}", RuntimeWarning, stacklevel=2)
         return True
 
     def is_registered(self) -> bool:
-        """Whether memory is registered, once a thread that does it has ended."""
-        self._join()
-        return self._known is not None
+        """Waits for a thread that registers memory. Returns whether all memory is registered."""
+        if self._thread is not None:
+            self._thread.join()
+        self._stop()
+        return self._mapping is not None and self._registered == self._mapping.bytes
 
-    def _knows(self, mapping: _native.ArenaMapping) -> bool:
-        self._join()
-        return self._known is not None and (self._known.address, self._known.bytes) == (mapping.address, mapping.bytes)
-
-    def _join(self) -> None:
-        """Waits for a thread that registers memory."""
-        if self._registering is not None:
-            self._registering.join()
-            self._registering = None
-        if self._refusal is not None:
+    def _stop(self) -> None:
+        """Ends a thread that registers memory, after the piece at which it is."""
+        if self._thread is None:
+            return
+        self._pause.set()
+        self._thread.join()
+        self._thread = None
+        if self._is_refused and self._mapping is not None:
             # Copies to unregistered memory are correct, but slower.
-            warnings.warn(self._refusal, RuntimeWarning, stacklevel=3)
-            self._refusal = None
+            message = f"CUDA registered {self._registered} of {self._mapping.bytes} bytes (cudaHostRegister); copies of the rest are slower"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    def _goes_on_with(self, mapping: _native.ArenaMapping, device: Any) -> Callable[[], None] | None:
+        """Returns a function that registers the rest of the memory after a copy; None if that is done, or was refused."""
+        known = self._mapping
+        if known is None or (known.address, known.bytes) != (mapping.address, mapping.bytes):
+            return partial(self._register, mapping, device)
+        if self._is_refused or self._registered == known.bytes:
+            return None
+        return partial(self._register, known, device)
 
     def _register(self, mapping: _native.ArenaMapping, device: Any) -> None:
-        """Begins to register memory. No copy may be running."""
+        """Begins to register memory, or goes on with it. No copy may be running."""
 
         def register() -> None:
             torch = sys.modules["torch"]
             # A thread begins on the first device, and would take memory there.
             with torch.cuda.device(device):
-                code = int(torch.cuda.cudart().cudaHostRegister(mapping.address, mapping.bytes, 0))
-            if code:
-                self._refusal = f"cudaHostRegister of {mapping.bytes} bytes: error {code}; copies are slower"
-            else:
-                self._known = mapping
+                cudart = torch.cuda.cudart()
+                begin = mapping.address + self._registered
+                for address, count in _pieces(begin, mapping.bytes - self._registered, mapping.address):
+                    begun = time.perf_counter()
+                    if int(cudart.cudaHostRegister(address, count, 0)):
+                        self._is_refused = True
+                        return
+                    self._registered += count
+                    # Training gets half of the time.
+                    if self._pause.wait(time.perf_counter() - begun):
+                        return
 
-        self.forget()
-        self._registering = threading.Thread(target=register, name="tensorcask-register")
-        self._registering.start()
+        self._stop()
+        if self._mapping is not mapping:
+            self.forget()
+            self._mapping = mapping
+        self._pause.clear()
+        self._thread = threading.Thread(target=register, name="tensorcask-register")
+        self._thread.start()
+
+    def _spans(self, address: int, count: int) -> Iterator[tuple[int, int]]:
+        """Divides memory at the ends of registered pieces. Yields offset and size of each part."""
+        known = self._mapping
+        if known is None or not known.address <= address < known.address + known.bytes:
+            yield 0, count
+            return
+        for begin, size in _pieces(address, count, known.address):
+            yield begin - address, size
+
+    def fill(self, out: Any, address: int, count: int) -> None:
+        """Copies memory, the elements of a tensor in order, into a tensor on a device. Waits until it is copied."""
+        if not count:
+            return
+        self._stop()
+        torch = sys.modules["torch"]
+        source = _bytes_at(address, count)
+        with torch.no_grad():
+            is_plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+            target = out if is_plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            memory = target.detach().reshape(-1).view(torch.uint8)
+            for begin, size in self._spans(address, count):
+                memory[begin : begin + size].copy_(source[begin : begin + size])
+            if target is not out:
+                out.copy_(target)
 
     def copy(self, saving: _native.Saving, tensors: Iterable[Any]) -> Copies:
         """Starts to copy contiguous tensors into the buffers of a save, in order, after all work queued so far."""
         torch = sys.modules["torch"]
+        self._stop()
         copies = Copies()
         try:
             for (address, count), tensor in zip(saving.buffers(), tensors, strict=True):
-                target = torch.frombuffer((ctypes.c_ubyte * count).from_address(address), dtype=torch.uint8)
+                target = _bytes_at(address, count)
                 source = tensor.detach().reshape(-1).view(torch.uint8)
                 copies.keep.append((target, source, saving))
                 if source.device.type != "cuda":
@@ -92,18 +147,34 @@ class Arena:
                     continue
                 if source.device not in copies.streams:
                     mapping = saving.mapping()
-                    if mapping is not None and copies.then is None and not self._knows(mapping):
-                        copies.then = partial(self._register, mapping, source.device)
+                    if mapping is not None and copies.then is None:
+                        copies.then = self._goes_on_with(mapping, source.device)
                     stream = self._streams.setdefault(source.device, torch.cuda.Stream(source.device))
                     stream.wait_stream(torch.cuda.current_stream(source.device))
                     copies.streams[source.device] = stream
                 with torch.cuda.stream(copies.streams[source.device]):
-                    target.copy_(source, non_blocking=True)
+                    for begin, size in self._spans(address, count):
+                        target[begin : begin + size].copy_(source[begin : begin + size], non_blocking=True)
         except BaseException:
             copies.then = None
             copies.wait()
             raise
         return copies
+
+
+def _pieces(begin: int, size: int, origin: int) -> Iterator[tuple[int, int]]:
+    """Divides memory at multiples of the size of a piece from ``origin`` on. Yields address and size of each part."""
+    end = begin + size
+    while begin < end:
+        stop = min(end, begin + PIECE_BYTES - (begin - origin) % PIECE_BYTES)
+        yield begin, stop - begin
+        begin = stop
+
+
+def _bytes_at(address: int, count: int) -> Any:
+    """A tensor on this memory, which must stay mapped while the tensor is used."""
+    torch = sys.modules["torch"]
+    return torch.frombuffer((ctypes.c_ubyte * count).from_address(address), dtype=torch.uint8)
 
 
 class Copies:

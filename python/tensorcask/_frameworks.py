@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from . import _native
+from ._device import is_on_device
 from ._dtypes import (
     BITS,
     DTYPES,
@@ -69,7 +70,10 @@ class Lent(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Memory to read a tensor into, and a function that returns the array when the memory is filled."""
+    """Memory to read a tensor into, and a function that returns the array when the memory is filled.
+
+    Instead of memory, ``buffer`` may be a function that takes the data from an address: see ``fill`` of :func:`place_in`.
+    """
 
     buffer: Any
     finish: Callable[[], Any]
@@ -336,8 +340,13 @@ def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[
     return Place(packed, unpack)
 
 
-def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
-    """Returns the memory of the caller's array, or new memory that is then copied into the array."""
+def place_in(
+    out: Any, dtype: str, shape: Sequence[int], name: str, fill: Callable[[Any, int, int], None] | None = None
+) -> Place:
+    """Returns the memory of the caller's array, or new memory that is then copied into the array.
+
+    ``fill`` copies into a tensor on a device, from an address and so many bytes. Then no new memory is needed.
+    """
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
@@ -350,6 +359,8 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
             refuse(f"is {out.dtype} of shape {list(out.shape)}")
         if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
             return Place(torch_bytes(torch, out), lambda: out)
+        if fill is not None and is_on_device(out):
+            return Place(partial(fill, out), lambda: out)
         fresh = place("torch", dtype, shape, name)
 
         def copy() -> Any:

@@ -360,7 +360,7 @@ class Engine:
                     continue
                 part = wanted.get(name)
                 if part is not None:
-                    place = _frameworks.place_in(part.memory, dtype, extent, name)
+                    place = _frameworks.place_in(part.memory, dtype, extent, name, self._arena.fill)
                     filled = finished.get(first)
                     if filled is not None and address_of(place.buffer) == address_of(filled.buffer) != 0:
                         # Tied in memory, too.

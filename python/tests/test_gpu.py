@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_registered_is_filled_all_the_same(url, folder, mo
     state = {"a": torch.randn(1000, 1000, device="cuda"), "b": torch.arange(9, device="cuda")}
     with tensorcask.Engine(url, folder=folder) as engine:
         engine.save(state, step=1)
-        with pytest.warns(RuntimeWarning, match="cudaHostRegister"):
+        with pytest.warns(RuntimeWarning, match="registered 0 of"):
             assert not engine._arena.is_registered()
         assert_equal(engine.restore().state, copy_of(state))
 
