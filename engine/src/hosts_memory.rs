@@ -10,7 +10,7 @@
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorcask::maintain::held_steps;
 use tensorcask::wire::{Id, Leader, Receipt, SessionName, SessionStep};
@@ -39,11 +39,20 @@ pub(crate) struct HostsMemory {
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
 /// answer, at most for `timeout`.
 pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
-    match open(spec, run, timeout).await {
-        Ok(found) => found,
-        Err(error) => {
-            tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
-            None
+    let begun = Instant::now();
+    loop {
+        let left = timeout.saturating_sub(begun.elapsed());
+        match open(spec, run, left).await {
+            Ok(found) => return found,
+            // A connection may have broken off. Without this memory, the ranks would agree on an older step.
+            Err(error) if error.kind() == ErrorKind::Storage && left > AGAIN => {
+                tracing::debug!(run = spec.run, %error, "the memory of other hosts cannot be read; trying again");
+                tokio::time::sleep(AGAIN).await;
+            }
+            Err(error) => {
+                tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
+                return None;
+            }
         }
     }
 }
@@ -230,5 +239,7 @@ async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: 
     Ok(())
 }
 
+/// Time between attempts to read the memory of the hosts.
+const AGAIN: Duration = Duration::from_millis(500);
 /// Number of steps of a session, and of committed steps, to offer.
 const MOST_STEPS: usize = 8;

@@ -101,6 +101,12 @@ pub(crate) struct Progress {
     /// Newest generation of which other hosts have copies.
     #[serde(default)]
     pub replicated: u64,
+    /// Earlier generations of which other hosts have no copies.
+    #[serde(default)]
+    pub not_replicated: Vec<u64>,
+    /// Up to this generation, it is not known which have copies.
+    #[serde(default)]
+    pub replicated_after: u64,
     /// Newest generation that is committed in the first tier.
     pub durable: u64,
     /// Recent saves that failed for good. Such a generation is neither encoded nor durable, even if a newer one is.
@@ -163,13 +169,17 @@ impl Progress {
 
     /// Whether a save has reached a stage.
     pub(crate) fn has_reached(&self, generation: u64, until: Until) -> bool {
-        let newest = match until {
-            Until::Copied => generation,
-            Until::Encoded => self.encoded,
-            Until::Replicated => self.replicated.max(self.durable),
-            Until::Durable => self.durable,
+        let has_copies = || {
+            let is_known = generation > self.replicated_after && generation <= self.replicated;
+            is_known && !self.not_replicated.contains(&generation)
         };
-        newest >= generation && !self.has_failed(generation)
+        let is_reached = match until {
+            Until::Copied => true,
+            Until::Encoded => self.encoded >= generation,
+            Until::Replicated => self.durable >= generation || has_copies(),
+            Until::Durable => self.durable >= generation,
+        };
+        is_reached && !self.has_failed(generation)
     }
 }
 
@@ -193,4 +203,21 @@ fn kind_of(name: &str) -> ErrorKind {
     use ErrorKind::*;
     let kinds = [Corrupt, NotFound, Conflict, Fenced, OutcomeUnknown, InvalidArgument, Unsupported, LimitExceeded, UnsafeStore, Storage];
     kinds.into_iter().find(|kind| kind.name() == name).unwrap_or(Storage)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_save_without_copies_is_not_replicated_although_a_newer_one_is() {
+        let mut progress =
+            Progress { encoded: 9, replicated: 8, not_replicated: vec![6], replicated_after: 4, durable: 2, ..Progress::default() };
+        let reached = |progress: &Progress| (1..=9).filter(|save| progress.has_reached(*save, Until::Replicated)).collect::<Vec<_>>();
+        assert_eq!(reached(&progress), [1, 2, 5, 7, 8]);
+        progress.durable = 6;
+        assert_eq!(reached(&progress), [1, 2, 3, 4, 5, 6, 7, 8]);
+        progress.failures = vec![Failure { step: 1, generation: 5, message: String::new() }];
+        assert_eq!(reached(&progress), [1, 2, 3, 4, 6, 7, 8]);
+    }
 }

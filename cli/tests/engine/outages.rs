@@ -5,7 +5,7 @@ use std::path::Path;
 use rustix::process::Signal;
 use tensorcask::blocking::Store;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, TensorView};
-use tensorcask_engine::{Source, Until};
+use tensorcask_engine::{Engine, EngineOptions, Source, Until};
 
 use super::host::*;
 use super::hosts::*;
@@ -199,6 +199,46 @@ fn a_host_that_reaches_the_store_late_joins_those_that_reached_it() {
     start.save_all(2);
     start.wait_all();
     assert_eq!(job.steps(), [1, 2]);
+}
+
+/// The steps that wait for their commit are those of an earlier agent, too. Otherwise this agent would encode beyond the cap, and
+/// lose a state when memory is full.
+#[test]
+fn an_agent_that_begins_with_full_memory_waits_for_the_store() {
+    let job = Job::new();
+    let engine = |rank| Engine::start(EngineOptions { memory_cap: Some(1), ..job.options(rank, "first") }).unwrap();
+    let mut start = Start { engines: (0..WORLD).map(engine).collect(), salt: 1 };
+    start.save_all(1);
+    start.wait_all();
+    let away = Away::take(job.store_path.as_ref());
+    // Nothing waits for its commit, so room would never come: this step is encoded beyond the cap.
+    start.save_all(2);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    start.save_all(3);
+    let host = &job.hosts[0];
+    let waits =
+        || host.status().runs.first().and_then(|run| run.problem.clone()).is_some_and(|problem| problem.contains("wait for their commit"));
+    until("step 3 waits", waits);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    let mut agent = host.start_agent(&[]);
+    until("step 3 waits in the next agent", waits);
+    let sessions = std::fs::read_dir(job.folder_of_run(0).join("mirror/receipts")).unwrap();
+    let steps: usize = sessions.map(|session| std::fs::read_dir(session.unwrap().path()).unwrap().filter(is_step).count()).sum();
+    assert!(steps <= 2, "{steps} steps in the mirror");
+    away.back();
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3]);
+    job.assert_clean();
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
+    host.signal_agent(Signal::KILL);
+    agent.wait().unwrap();
+}
+
+fn is_step(entry: &std::io::Result<std::fs::DirEntry>) -> bool {
+    entry.as_ref().is_ok_and(|entry| entry.path().is_dir() && entry.file_name() != "ended")
 }
 
 /// The mirror of one host lacks the last entry of the log when the store goes away.

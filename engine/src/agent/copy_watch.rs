@@ -19,8 +19,8 @@ use crate::peers_option::Peers;
 /// Reports the steps that other hosts have copied, until the agent ends.
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
     let (run, own) = (&work.run, work.hosts.position());
-    let placement = Placement::of(&peers);
-    let (mut others, mut first, mut found_earlier, mut waiting_since) = (None, None, false, None);
+    let (mut holders, mut unfit) = (Holders::new(&peers, own), BTreeSet::new());
+    let (mut first, mut found_earlier, mut waiting_since) = (None, false, None);
     let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
     loop {
         tokio::time::sleep(POLL).await;
@@ -52,57 +52,92 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             learn_from_others(&work, &peers, &memory).await;
             waiting_since = None;
         }
+        let copies = holders.count_copies(&work).await;
+        let (mut copied, mut is_answering) = (Vec::new(), true);
+        for key in work.awaited_copies() {
+            if unfit.contains(&key) || copies.get(&key).is_none_or(|found| *found < peers.replicas as usize) {
+                continue;
+            }
+            match fits_to_first_host(&work, &mut first, &memory, key).await {
+                Ok(Some(true)) => copied.push(key),
+                Ok(Some(false)) => _ = unfit.insert(key),
+                // Host 0 saves in the same order.
+                Ok(None) => break,
+                Err(error) => {
+                    tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
+                    (first, is_answering) = (None, false);
+                    break;
+                }
+            }
+        }
+        let awaited: BTreeSet<SessionStep> = work.awaited_copies().into_iter().collect();
+        unfit.retain(|key| awaited.contains(key));
+        if !copied.is_empty() && is_answering {
+            waiting_since = None;
+        }
+        work.report_copies(&copied);
+    }
+}
+
+/// The hosts that may have copies of this host's steps.
+struct Holders {
+    others: Option<OtherHosts>,
+    /// All that would be holders if some hosts were gone: this host does not observe its holders, so it does not know which are.
+    hosts: Vec<u32>,
+    /// Hosts that did not answer, and when.
+    silent: BTreeMap<u32, Instant>,
+}
+
+impl Holders {
+    fn new(peers: &Peers, own: u32) -> Self {
+        Self { others: None, hosts: Placement::of(peers).possible_holders(own, TOLERATED_LOSSES), silent: BTreeMap::new() }
+    }
+
+    /// Number of hosts that have a copy of each step of the session.
+    async fn count_copies(&mut self, work: &HostWork) -> BTreeMap<SessionStep, usize> {
+        let (run, own) = (&work.run, work.hosts.position());
+        let mut copies = BTreeMap::new();
         // Certificates may have been renewed since a failure.
-        let open = match others.take() {
+        let opened = match self.others.take() {
             Some(open) => Some(open),
             None => OtherHosts::open(&run.spec).unwrap_or_default(),
         };
-        let Some(open) = open else { continue };
-        let gone = run.replicas().gone(Instant::now());
-        let (mut copies, mut has_failed): (BTreeMap<SessionStep, usize>, bool) = (BTreeMap::new(), false);
-        let wanted = placement.holders(own, &gone).into_iter().map(|holder| (holder, Copies::name_for(own))).collect();
-        for told in open.read_messages(wanted).await {
+        let Some(others) = opened else { return copies };
+        self.silent.retain(|_, since| since.elapsed() < AFTER_PROBLEM);
+        let asked: Vec<u32> = self.hosts.iter().filter(|host| !self.silent.contains_key(host)).copied().collect();
+        let told = others.read_messages(asked.iter().map(|host| (*host, Copies::name_for(own))).collect()).await;
+        let mut has_failed = false;
+        for (host, told) in asked.into_iter().zip(told) {
             match told.and_then(|json| json.map(|json| Copies::decode(&json)).transpose()) {
                 Ok(told) => {
-                    told.into_iter().flat_map(|told| told.of(work.hosts.session)).for_each(|key| *copies.entry(key).or_default() += 1);
+                    let steps: BTreeSet<SessionStep> = told.into_iter().flat_map(|told| told.of(work.hosts.session)).collect();
+                    steps.into_iter().for_each(|key| *copies.entry(key).or_default() += 1);
                 }
                 Err(error) => {
-                    tracing::debug!(run = run.spec.run, %error, "a holder does not tell its copies");
+                    tracing::debug!(run = run.spec.run, host, %error, "a holder does not tell its copies");
+                    self.silent.insert(host, Instant::now());
                     has_failed = true;
                 }
             }
         }
-        others = Some(open).filter(|_| !has_failed);
-        for key in work.copied(&copies, peers.replicas as usize) {
-            match fits_to_first_host(&work, &mut first, &memory, key).await {
-                Ok(true) => {
-                    work.report_copies(key);
-                    waiting_since = None;
-                    break;
-                }
-                // An older step may fit.
-                Ok(false) => {}
-                Err(error) => {
-                    tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
-                    first = None;
-                    break;
-                }
-            }
-        }
+        self.others = Some(others).filter(|_| !has_failed);
+        copies
     }
 }
 
 /// Whether this host's part of a step and that of host 0 can become one snapshot. Hosts may have used different parents if the
 /// store went away or came back during the step. Such a step cannot be committed, so its copies do not count.
-async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memory: &Store, key: SessionStep) -> Result<bool> {
+///
+/// `None` while host 0 has no part of the step.
+async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memory: &Store, key: SessionStep) -> Result<Option<bool>> {
     if first.is_none() {
         *first = FirstHost::open(work)?;
     }
-    let (Some(first), Some(store)) = (first, work.run.tiers.first()) else { return Ok(true) };
+    let (Some(first), Some(store)) = (first, work.run.tiers.first()) else { return Ok(Some(true)) };
     let session = SessionName { run: memory.history().run().await?, session: work.hosts.session };
     // Host 0 forgets the parents of decided steps.
     let fits = first.agrees(&Mirror::new(store, memory), session, key).await?;
-    Ok(fits.unwrap_or_else(|| work.is_decided(key)))
+    Ok(fits.or_else(|| work.is_decided(key).then_some(true)))
 }
 
 /// Copies log entries that this host's mirror lacks from other hosts.

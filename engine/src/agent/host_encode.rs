@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Mirror;
-use tensorcask::wire::SessionStep;
+use tensorcask::wire::{SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -28,6 +28,7 @@ use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
 use crate::memory_tier::without_replicas;
+use crate::peers::MOST_LISTED;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
@@ -94,7 +95,7 @@ impl HostEncoder {
         }
         self.prune().await?;
         while !run.is_stopped() {
-            if self.has_to_wait()? {
+            if self.has_to_wait().await? {
                 break;
             }
             let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { break };
@@ -115,18 +116,35 @@ impl HostEncoder {
             // Every state of these ranks is encoded or dropped by now.
             self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }
-        run.apply(RunEvent::EncoderProblem(self.find_obstacle()?));
+        run.apply(RunEvent::EncoderProblem(self.find_obstacle().await?));
         Ok(())
     }
 
     /// Removes older steps from the mirror, if the log has passed more of them since.
     async fn prune(&mut self) -> Result<()> {
-        let (run, decided) = (&self.work.run, self.work.decided_after(self.pruned));
-        let (Some(decided), Some(writer), Some(store)) = (decided, &self.writer, run.tiers.first()) else { return Ok(()) };
-        Mirror::new(store, &self.memory).prune(writer.session(), decided).await?;
+        match self.work.decided_after(self.pruned) {
+            Some(decided) => self.prune_up_to(decided).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Removes older steps, and what saves that failed have left. Needs no writer: there is none after an error.
+    async fn prune_up_to(&mut self, decided: SessionStep) -> Result<()> {
+        let (run, session) = (&self.work.run, self.session().await?);
+        let (Some(session), Some(store)) = (session, run.tiers.first()) else { return Ok(()) };
+        Mirror::new(store, &self.memory).prune(session, decided).await?;
         self.pruned = Some(decided);
         self.steps.retain(|key| *key >= decided);
         self.report_memory()
+    }
+
+    /// Name of the session; `None` while the mirror is empty.
+    async fn session(&self) -> Result<Option<SessionName>> {
+        match self.memory.history().run().await {
+            Ok(run) => Ok(Some(SessionName { run, session: self.work.hosts.session })),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     fn report_memory(&self) -> Result<()> {
@@ -136,21 +154,39 @@ impl HostEncoder {
     }
 
     /// Number of steps in the mirror that wait for their commit.
-    fn pending(&self) -> u64 {
-        self.work.run.read(|state, _| state.tiers.first().map_or(0, |tier| tier.pending))
+    async fn pending(&self) -> Result<u64> {
+        let of_this_agent = self.work.run.read(|state, _| state.tiers.first().map_or(0, |tier| tier.pending));
+        let (Some(session), Some(store)) = (self.session().await?, self.work.run.tiers.first()) else { return Ok(of_this_agent) };
+        let held = Mirror::new(store, &self.memory).steps(session, self.work.run.spec.local_ranks()).await?;
+        // Those of an earlier agent, too.
+        let undecided = held.into_iter().filter(|key| !self.work.is_decided(*key)).count() as u64;
+        Ok(of_this_agent.max(undecided))
     }
 
     /// Whether memory has no room for another step before a step in the mirror is committed. If none waits for its commit, room
     /// will never come, and the next step is encoded beyond the cap.
-    fn has_to_wait(&self) -> Result<bool> {
-        Ok(self.pending() > 0 && encoded_bytes(&self.work.run.folder)? >= self.work.run.cap)
+    async fn has_to_wait(&self) -> Result<bool> {
+        let is_full = self.has_too_many_steps() || encoded_bytes(&self.work.run.folder)? >= self.work.run.cap;
+        Ok(is_full && self.pending().await? > 0)
+    }
+
+    /// Whether the mirror has so many steps that other hosts could soon not list its objects any more.
+    fn has_too_many_steps(&self) -> bool {
+        // Two casks per rank; receipts, their signature, parent and folder per step. The rest of the listing is for older objects.
+        let per_step = self.work.run.spec.local_ranks().len().saturating_mul(2).saturating_add(4);
+        self.steps.len() >= MOST_LISTED.checked_div(per_step.saturating_mul(2)).unwrap_or(0)
     }
 
     /// Says that memory is full, and what follows from that.
-    fn find_obstacle(&self) -> Result<Option<String>> {
-        let (run, bytes, pending) = (&self.work.run, encoded_bytes(&self.work.run.folder)?, self.pending());
-        if bytes < run.cap {
+    async fn find_obstacle(&self) -> Result<Option<String>> {
+        let (run, bytes) = (&self.work.run, encoded_bytes(&self.work.run.folder)?);
+        if bytes < run.cap && !self.has_too_many_steps() {
             return Ok(None);
+        }
+        let pending = self.pending().await?;
+        if bytes < run.cap {
+            return Ok((pending > 0)
+                .then(|| format!("{pending} steps wait for their commit, as many as memory may hold; later states wait in their slots")));
         }
         let of_others = bytes.saturating_sub(mirror_bytes(&run.folder)?);
         let effect = match pending {
@@ -265,10 +301,15 @@ impl HostEncoder {
             Ok(states) => save(writer, at, parent, ranks.start, &states).await,
             Err(error) => Err(error),
         };
+        let has_decided_more = work.decided_after(self.pruned).is_some();
+        if saved.as_ref().is_err_and(is_full) {
+            // Also removes what this save has written so far, which would take room from the next attempt.
+            self.prune_up_to(work.decided().unwrap_or(FIRST_STEP)).await?;
+        }
         let stored_bytes = match saved {
             Ok(stored_bytes) => stored_bytes,
             // No commit will make room.
-            Err(error) if is_final(&error) || (is_full(&error) && self.pending() == 0) => {
+            Err(error) if is_final(&error) || (is_full(&error) && !has_decided_more && self.pending().await? == 0) => {
                 work.apply(Event::Dropped(at));
                 let message = match is_full(&error) {
                     true => format!("no space for step {}: {}", key.step, describe_free_space(run.folder.root())),
@@ -372,6 +413,8 @@ fn describe(error: &Error) -> String {
     }
 }
 
+/// No step of a session is before it.
+const FIRST_STEP: SessionStep = SessionStep { attempt: 0, step: 0 };
 /// Time for which the store is not asked again after it has not answered.
 const SILENCE: Duration = Duration::from_secs(10);
 /// Time for an answer after it.

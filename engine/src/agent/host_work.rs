@@ -11,6 +11,7 @@ use tensorcask::wire::SessionStep;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 
+use super::copied_steps::CopiedSteps;
 use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, Upload};
 use super::save_log::UploadTimes;
@@ -40,8 +41,8 @@ struct Shared {
     encoded: BTreeSet<SessionStep>,
     /// Known fates of steps. A fate may be known before the upload is reported.
     fates: BTreeMap<SessionStep, Fate>,
-    /// Encoded steps that other hosts have not copied yet, if they shall.
-    awaited: BTreeMap<SessionStep, Vec<RankGeneration>>,
+    /// Encoded steps, and which of them other hosts have copied, if they shall.
+    copied: CopiedSteps,
     /// Newest step of the session that is committed or given up. Pruning keeps it and all newer steps.
     decided: Option<SessionStep>,
 }
@@ -71,7 +72,7 @@ impl HostWork {
             uploaded: BTreeMap::new(),
             encoded: BTreeSet::new(),
             fates: BTreeMap::new(),
-            awaited: BTreeMap::new(),
+            copied: CopiedSteps::default(),
             decided: None,
         });
         Self { run, hosts, shared, actions, started: Instant::now(), contact: StoreContact::default() }
@@ -109,6 +110,11 @@ impl HostWork {
         self.lock().decided = Some(decided);
     }
 
+    /// The newest step that is committed or given up.
+    pub(super) fn decided(&self) -> Option<SessionStep> {
+        self.lock().decided
+    }
+
     /// The newest step that is committed or given up, if it differs from that of an earlier pruning.
     pub(super) fn decided_after(&self, pruned: Option<SessionStep>) -> Option<SessionStep> {
         self.lock().decided.filter(|decided| Some(*decided) != pruned)
@@ -123,40 +129,38 @@ impl HostWork {
     pub(super) fn note_encoded(&self, key: SessionStep, generations: &[RankGeneration]) {
         let mut shared = self.lock();
         shared.encoded.insert(key);
-        shared.awaited.insert(key, generations.to_vec());
-        while shared.awaited.len() > MAX_AWAITED {
-            shared.awaited.pop_first();
-        }
+        shared.copied.add(key, generations.to_vec());
     }
 
     /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
     pub(super) fn await_copies_of_earlier(&self) {
         let earlier = encoded_steps(&self.run);
-        let mut shared = self.lock();
-        for (key, generations) in earlier {
-            shared.awaited.entry(key).or_insert(generations);
-        }
+        self.lock().copied.add_earlier(earlier);
     }
 
     /// Whether a step waits for copies.
     pub(super) fn awaits_copies(&self) -> bool {
-        !self.lock().awaited.is_empty()
+        !self.lock().copied.is_empty()
     }
 
-    /// The awaited steps that enough hosts have copied, newest first. `copies`: number of copies of each step.
-    pub(super) fn copied(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) -> Vec<SessionStep> {
-        self.lock().awaited.keys().rev().filter(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied().collect()
-    }
-
-    /// Reports that enough hosts have copied a step.
-    pub(super) fn report_copies(&self, key: SessionStep) {
+    /// Steps that wait for copies, oldest first. Leaves out those that are committed or given up.
+    pub(super) fn awaited_copies(&self) -> Vec<SessionStep> {
         let mut shared = self.lock();
-        // Older steps are of no interest any more.
-        shared.awaited = shared.awaited.split_off(&key);
-        let generations = shared.awaited.remove(&key);
-        drop(shared);
-        if let Some(generations) = generations {
-            self.run.apply(RunEvent::Replicated { generations, step: key.step });
+        if let Some(decided) = shared.decided {
+            shared.copied.forget(decided);
+        }
+        shared.copied.awaited().collect()
+    }
+
+    /// Reports the steps that enough hosts have copied.
+    pub(super) fn report_copies(&self, copied: &[SessionStep]) {
+        let report = {
+            let mut shared = self.lock();
+            copied.iter().for_each(|key| shared.copied.note_copied(*key));
+            shared.copied.report()
+        };
+        if let Some(report) = report {
+            self.run.apply(RunEvent::Replicated(report));
         }
     }
 
@@ -204,18 +208,20 @@ impl HostWork {
         }
     }
 
-    /// Reports the newest step that an earlier agent uploaded, if its fate is in the log.
+    /// Reports the steps that an earlier agent uploaded and whose fate is in the log, as far as the slots still hold them.
     pub(super) fn report_earlier(&self, view: &LogView) {
-        let newest = encoded_steps(&self.run).into_keys().max();
-        let Some(key) = newest.filter(|key| !self.lock().uploaded.contains_key(key)) else { return };
         let leading = view.leadership.of(self.hosts.session);
-        let is_passed = leading.is_some_and(|leading| {
-            key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
-        });
-        if is_passed {
+        let is_passed = |key: SessionStep| {
+            leading.is_some_and(|leading| {
+                key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
+            })
+        };
+        for key in encoded_steps(&self.run).into_keys().filter(|key| is_passed(*key)) {
+            if self.lock().uploaded.contains_key(&key) {
+                continue;
+            }
             let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
-            let fate = if view.committed.contains(&key) { Fate::Durable } else { given_up() };
-            self.report_found(key, fate);
+            self.report_found(key, if view.committed.contains(&key) { Fate::Durable } else { given_up() });
         }
     }
 
@@ -311,7 +317,5 @@ fn report(run: &Run, key: SessionStep, step: UploadedStep, fate: Fate) {
     }
 }
 
-/// Number of steps that wait for copies.
-const MAX_AWAITED: usize = 1024;
 /// Number of fates to remember. More steps than that never wait for their upload.
 const MAX_FATES: usize = 10_000;

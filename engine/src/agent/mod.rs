@@ -28,6 +28,7 @@ mod wakes;
 
 mod run;
 
+mod copied_steps;
 mod copies;
 
 mod replicas;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Replica;
-use tensorcask::{ReceiptProof, Result};
+use tensorcask::{ErrorKind, ReceiptProof, Result, SessionLog};
 use tokio::task::JoinHandle;
 
 use super::copies::Copies;
@@ -14,7 +14,7 @@ use super::retry::Backoff;
 use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
-use crate::memory_stores::{encoded_bytes, open_replica, replica_bytes};
+use crate::memory_stores::{encoded_bytes, open_mirror, open_replica, replica_bytes};
 use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls, signed_receipts};
 use crate::peers_option::Peers;
 
@@ -26,7 +26,15 @@ pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
         _ => Vec::new(),
     };
     let former = run.folder.replicas()?.into_iter().filter(|host| !observed.contains(host));
-    former.into_iter().try_for_each(|host| remove_folder(&run.folder.replica(host)))
+    former.into_iter().try_for_each(|host| remove_copy(run, host))
+}
+
+/// Removes the copy of a host, and tells so first.
+fn remove_copy(run: &Run, host: u32) -> Result<()> {
+    if let Some(hosts) = &run.spec.hosts {
+        Copies::new(hosts.session, &[]).publish(&run.folder, host)?;
+    }
+    remove_folder(&run.folder.replica(host))
 }
 
 /// Signs and checks the receipts of a run; `None` without certificates.
@@ -80,6 +88,15 @@ impl Context {
         let held = self.placement.observed(self.own, TOLERATED_LOSSES).into_iter().filter(|host| self.holds(*host)).count() as u64;
         let free = self.run.cap.saturating_sub(encoded_bytes(&self.run.folder)?);
         Ok(free.checked_div(held).unwrap_or(free))
+    }
+
+    /// Whether the session has committed a step, as far as this host knows.
+    async fn has_committed(&self) -> Result<bool> {
+        match SessionLog::open(&open_mirror(&self.run.folder)?).await {
+            Ok(log) => Ok(log.has_committed(self.hosts.session)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     fn ranks(&self, host: u32) -> Range<u32> {
@@ -162,9 +179,10 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
     if !context.holds(host) {
         peer.answers().await?;
         run.replicas().on_answer(host, Instant::now());
-        // The other host answers, so its holders can copy what this host has.
-        if released.get_or_insert_with(Instant::now).elapsed() >= RELEASED {
-            remove_folder(&run.folder.replica(host))?;
+        // The other host answers, so its holders can copy what this host has. Until the session has committed a step, the job may
+        // resume from this copy.
+        if released.get_or_insert_with(Instant::now).elapsed() >= RELEASED && context.has_committed().await? {
+            remove_copy(run, host)?;
             // The replica remembers what it has checked.
             *copied = None;
         }

@@ -28,4 +28,4 @@ impl Backoff {
 }
 
 const FIRST_WAIT: Duration = Duration::from_millis(200);
-const LONGEST_WAIT: Duration = Duration::from_secs(20);
+const LONGEST_WAIT: Duration = Duration::from_secs(5);

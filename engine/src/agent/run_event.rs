@@ -28,7 +28,7 @@ pub(super) enum Event {
     /// Many hosts: the log was read.
     LeaderRead(Option<LeaderStatus>),
     /// Many hosts: other hosts have copies of a step of this host.
-    Replicated { generations: Vec<RankGeneration>, step: u64 },
+    Replicated(ReplicatedSaves),
     /// Many hosts: the other hosts have been told that the ranks of this host save no more.
     EndNoted,
     /// A trainer has finished the run. `None`: it did so in an earlier agent.
@@ -145,6 +145,19 @@ pub(super) struct EncodedSave {
     pub epoch: u64,
     pub sequence: u64,
     pub encoding: Encoding,
+}
+
+/// Saves of this host of which other hosts have copies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ReplicatedSaves {
+    /// Newest such step.
+    pub step: u64,
+    /// Its saves.
+    pub newest: Vec<RankGeneration>,
+    /// Older saves without copies.
+    pub missing: Vec<RankGeneration>,
+    /// Of saves up to these, it is not known which have copies.
+    pub unknown: Vec<RankGeneration>,
 }
 
 /// A save of a rank.

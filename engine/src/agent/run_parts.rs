@@ -27,6 +27,10 @@ pub(super) struct RankState {
     pub encoded: u64,
     /// Newest generation of which other hosts have copies.
     pub replicated: u64,
+    /// Earlier generations of which they have none.
+    pub not_replicated: Vec<u64>,
+    /// Up to this generation, it is not known which have copies.
+    pub replicated_after: u64,
     /// Newest generation that is committed in the first tier.
     pub durable: u64,
     /// Recent failures.

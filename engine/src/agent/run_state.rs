@@ -116,12 +116,17 @@ impl RunState {
                 self.leader = leader;
                 Vec::new()
             }
-            Event::Replicated { generations, step } => {
-                for RankGeneration { rank, generation } in generations {
+            Event::Replicated(saves) => {
+                for RankGeneration { rank, generation } in saves.newest {
                     let state = self.ranks.entry(rank).or_default();
                     state.replicated = state.replicated.max(generation);
+                    let of_rank = |saves: &[RankGeneration]| -> Vec<u64> {
+                        saves.iter().filter(|save| save.rank == rank).map(|save| save.generation).collect()
+                    };
+                    state.not_replicated = of_rank(&saves.missing);
+                    state.replicated_after = of_rank(&saves.unknown).into_iter().fold(0, u64::max);
                 }
-                self.replicated_step = Some(step);
+                self.replicated_step = Some(saves.step);
                 Vec::new()
             }
             Event::EndNoted => {
@@ -240,7 +245,11 @@ impl RunState {
                 tier.orders = TierOrders { take_over: true, count: tier.orders.count + 1 };
             }
             actions.push(Action::MarkActive);
-            (self.stopped, self.is_restoring, self.is_finished) = (None, true, false);
+            (self.is_restoring, self.is_finished) = (true, false);
+            // On many hosts, another start of the job is another session, and this one has ended.
+            if self.end_noted.is_none() {
+                self.stopped = None;
+            }
         }
         actions.push(Action::WakeEncoder);
         actions.extend(self.wake_uploaders());
@@ -452,6 +461,8 @@ impl RunState {
         Progress {
             encoded: state.map_or(0, |state| state.encoded),
             replicated: state.map_or(0, |state| state.replicated),
+            not_replicated: state.map_or_else(Vec::new, |state| state.not_replicated.clone()),
+            replicated_after: state.map_or(0, |state| state.replicated_after),
             durable: state.map_or(0, |state| state.durable),
             failures: state.map_or_else(Vec::new, |state| state.failures.iter().cloned().collect()),
             session: self.session,

@@ -51,7 +51,7 @@ pub(crate) use placement::Placement;
 pub(crate) use receipt_proof::{CheckedPlace, signed_receipts};
 pub(crate) use replica_board::{Pulled, ReplicaBoard};
 pub(crate) use resource::MEETING;
-pub(crate) use serve::PeerServer;
+pub(crate) use serve::{MOST_LISTED, PeerServer};
 pub(crate) use tls::Tls;
 pub(crate) use union::{ListedPlace, Place, union_store};
 

@@ -61,22 +61,29 @@ impl Placement {
 
     /// Hosts that copy the snapshots of `host` now, or would do so if up to `losses` hosts were gone; nearest first.
     pub(crate) fn possible_holders(&self, host: u32, losses: u32) -> Vec<u32> {
-        match self.replicas {
-            0 => Vec::new(),
-            replicas => Self { replicas: replicas.saturating_add(losses), ..*self }.holders(host, &BTreeSet::new()),
+        let (mut found, mut gone_hosts): (Vec<u32>, _) = (Vec::new(), BTreeSet::from([BTreeSet::new()]));
+        for _ in 0..=losses {
+            let mut one_more = BTreeSet::new();
+            // Only the loss of a holder changes the holders.
+            for gone in gone_hosts {
+                for holder in self.holders(host, &gone) {
+                    one_more.insert(gone.iter().copied().chain([holder]).collect());
+                    if !found.contains(&holder) {
+                        found.push(holder);
+                    }
+                }
+            }
+            gone_hosts = one_more;
         }
+        found
     }
 
     /// Hosts that `host` observes, ascending: those that it copies now, those that it would copy if up to `losses` hosts were
     /// gone, and the holders that it would follow.
     pub(crate) fn observed(&self, host: u32, losses: u32) -> Vec<u32> {
-        let more = Self { replicas: self.replicas.saturating_add(losses), ..*self };
         let mut observed = BTreeSet::new();
-        if self.replicas == 0 {
-            return Vec::new();
-        }
         for source in 0..self.hosts {
-            let holders = more.holders(source, &BTreeSet::new());
+            let holders = self.possible_holders(source, losses);
             if let Some(position) = holders.iter().position(|holder| *holder == host) {
                 observed.insert(source);
                 observed.extend(holders.into_iter().take(position));
@@ -171,6 +178,18 @@ mod tests {
                     prop_assert!(holders[0] / jump != host / jump);
                 }
                 prop_assert!(holders.iter().all(|holder| placement.sources(*holder, &dead).contains(&host)));
+            }
+        }
+
+        /// A host asks its possible holders for copies, because it does not observe which of them are gone.
+        #[test]
+        fn all_holders_are_possible_holders(
+            hosts in 1u32..40, replicas in 0u32..5, jump in 1u32..12, dead in proptest::collection::btree_set(0u32..40, 0..3),
+        ) {
+            let placement = Placement { hosts, replicas, jump };
+            for host in 0..hosts {
+                let possible = placement.possible_holders(host, 2);
+                prop_assert!(placement.holders(host, &dead).iter().all(|holder| possible.contains(holder)));
             }
         }
 

@@ -218,7 +218,7 @@ async fn answer(request: Request<Incoming>, served: Arc<Served>, progress: Arc<A
                 _ => return refuse(StatusCode::FORBIDDEN),
             };
             let (root, key) = (served.root.clone(), served.key.clone());
-            match blocking(move || list(&root, &resource, depth, MOST_ENTRIES).map(|entries| multistatus(&key, resource, entries))).await {
+            match blocking(move || list(&root, &resource, depth, MOST_LISTED).map(|entries| multistatus(&key, resource, entries))).await {
                 Ok(document) => {
                     served.bandwidth.wait_for(document.len() as u64).await;
                     let mut response = Response::new(Full::from(document).map_err(|never| match never {}).boxed_unsync());
@@ -306,6 +306,6 @@ const IDLE: Duration = Duration::from_secs(30);
 const HEAD_BYTES: usize = 16 << 10;
 const MOST_HEADERS: usize = 32;
 /// Entries of a listing.
-const MOST_ENTRIES: usize = 20_000;
+pub(crate) const MOST_LISTED: usize = 20_000;
 /// Bytes that are read from a file at once.
 const PIECE_BYTES: u64 = 256 << 10;
