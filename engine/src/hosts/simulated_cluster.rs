@@ -77,6 +77,8 @@ pub(super) struct Cluster {
     attempt: u64,
     next_step: u64,
     is_restarting: bool,
+    /// Until when the store answers nobody.
+    store_away_until: u64,
     pub counts: Counts,
     pub requests: u64,
 }
@@ -85,6 +87,8 @@ pub(super) struct Cluster {
 const FAULTS_END_MS: u64 = 20_000;
 const JOB_ENDS_MS: u64 = 25_000;
 const END_MS: u64 = 180_000;
+/// Number of steps that a host keeps while the store is away.
+const COPIES_IN_OUTAGE: usize = 20;
 
 impl Cluster {
     pub(super) fn new(seed: u64, setup: Setup) -> Self {
@@ -100,6 +104,7 @@ impl Cluster {
             attempt: 0,
             next_step: 1,
             is_restarting: false,
+            store_away_until: 0,
             counts: Counts::default(),
             requests: 0,
         };
@@ -186,6 +191,10 @@ impl Cluster {
 
     /// Starts the job: in a new session, from the newest step in the store.
     fn restart(&mut self) {
+        if self.store_away_until > self.now_ms {
+            self.at(self.store_away_until - self.now_ms, ScheduledEvent::Restart);
+            return;
+        }
         self.is_restarting = false;
         self.session = self.id();
         (self.attempt, self.next_step) = (0, self.store.newest_step() + 1);
@@ -245,8 +254,9 @@ impl Cluster {
 
     fn copy(&mut self, host: usize, key: SessionStep) {
         let Some(found) = self.hosts.get_mut(host).filter(|found| found.trains) else { return };
-        // Without a free slot, the save is skipped.
-        if found.copies.len() < 2 {
+        // Without a free slot, the save is skipped. While the store is away, steps wait in memory.
+        let room = if self.store_away_until > self.now_ms { COPIES_IN_OUTAGE } else { 2 };
+        if found.copies.len() < room {
             found.copies.insert(key);
             if found.is_up {
                 self.apply(host, Event::Copied(key));
@@ -280,7 +290,8 @@ impl Cluster {
         let leader = living.iter().copied().find(|host| self.hosts[*host].protocol.leads() && self.hosts[*host].session == self.session);
         let any = living[self.random.below(living.len() as u64) as usize];
         let host = leader.filter(|_| self.random.one_in(2)).unwrap_or(any);
-        match self.random.below(10) {
+        match self.random.below(11) {
+            10 => self.take_store_away(),
             0 => self.kill_host(host),
             1 => self.schedule_restart(),
             2..=4 => self.kill_agent(host),
@@ -346,6 +357,12 @@ impl Cluster {
         self.hosts[host].cut_off_until = self.now_ms + 300 + self.random.below(8000);
     }
 
+    /// The store answers nobody for a while. The job starts again only with the store.
+    fn take_store_away(&mut self) {
+        self.counts.count("outages");
+        self.store_away_until = self.now_ms + 300 + self.random.below(10_000);
+    }
+
     // Requests.
 
     /// Sends a request of a task.
@@ -371,7 +388,7 @@ impl Cluster {
 
     /// A request arrives at the store. Its sender may be dead by now.
     fn arrive(&mut self, host: usize, incarnation: u32, task: u64, query: &Query, is_answered: bool) {
-        let is_cut_off = self.hosts[host].cut_off_until > self.now_ms;
+        let is_cut_off = self.hosts[host].cut_off_until.max(self.store_away_until) > self.now_ms;
         let answer = if is_cut_off { Answer::Lost } else { self.execute(host, query) };
         let answer = match answer {
             Answer::Written if !is_answered => {

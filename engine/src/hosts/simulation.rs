@@ -1,8 +1,8 @@
 //! Simulation of a job on many hosts: deterministic by seed, and far faster than the events that it simulates.
 //!
 //! Hosts copy steps, upload and commit through a store with put if absent. Requests take time, are lost before or after
-//! they take effect, and survive the death of their sender. Hosts crash, are cut off, are slow, and have clocks that
-//! disagree. Agents are killed and replaced. The job starts again in a new session, while hosts of the old one live on,
+//! they take effect, and survive the death of their sender. The store answers nobody for a while. Hosts crash, are cut off,
+//! are slow, and have clocks that disagree. Agents are killed and replaced. The job starts again in a new session, while hosts of the old one live on,
 //! and returns to older steps within a session.
 //!
 //! `TENSORCASK_SIMULATION_SEEDS` sets the number of seeds of each size.
@@ -79,6 +79,7 @@ fn faults_happen_and_steps_are_committed() {
         "host_deaths",
         "agent_deaths",
         "partitions",
+        "outages",
         "lost_after_effect",
         "lost_numbers",
         "given_up",
