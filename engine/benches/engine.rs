@@ -5,6 +5,9 @@
 #[path = "../../benches/common/mod.rs"]
 mod common;
 
+#[cfg(target_os = "linux")]
+mod host;
+
 #[cfg(not(target_os = "linux"))]
 fn main() {}
 
@@ -19,58 +22,11 @@ mod linux {
     use std::time::{Duration, Instant};
 
     use serde_json::json;
-    use tensorcask::{Latest, Metadata, Policy, TensorView};
-    use tensorcask_engine::{
-        AgentStatus, Destination, Encode, Engine, EngineOptions, Restored, RestoredTensor, RunStatus, Source, Until, agent_status,
-        stop_agent,
-    };
+    use tensorcask::{Latest, Metadata, Policy};
+    use tensorcask_engine::{Destination, Encode, Engine, EngineOptions, Restored, RestoredTensor, Source, Until, agent_status};
 
     use crate::common::{Arguments, Memcpy, Owned, Table, bytes_of, fail, median, report, seconds, synthetic};
-
-    const LONG: Duration = Duration::from_secs(600);
-
-    /// Folder and store of an engine.
-    struct Host {
-        memory: tempfile::TempDir,
-        disk: tempfile::TempDir,
-    }
-
-    impl Host {
-        fn new(folder: Option<&str>) -> Self {
-            let disk = match folder {
-                Some(folder) => tempfile::tempdir_in(folder).unwrap(),
-                None => tempfile::tempdir().unwrap(),
-            };
-            Self { memory: tempfile::tempdir_in("/dev/shm").unwrap(), disk }
-        }
-
-        fn options(&self) -> EngineOptions {
-            EngineOptions {
-                folder: Some(self.memory.path().join("engine")),
-                agent: vec![program().to_str().unwrap().to_owned(), "agent".to_owned()],
-                ..EngineOptions::new(self.disk.path().join("store").to_str().unwrap())
-            }
-        }
-
-        fn agent(&self) -> AgentStatus {
-            agent_status(Some(&self.memory.path().join("engine"))).unwrap()
-        }
-
-        fn status(&self) -> (RunStatus, u64) {
-            let mut status = self.agent();
-            (status.runs.remove(0), status.resident_bytes)
-        }
-    }
-
-    impl Drop for Host {
-        fn drop(&mut self) {
-            let folder = self.memory.path().join("engine");
-            let _ = stop_agent(Some(&folder));
-            while folder.join("agent.sock").exists() {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-        }
-    }
+    use crate::host::{Host, LONG, copy_seconds, views};
 
     pub(super) fn main() {
         let arguments = Arguments::parse(&["mib", "rounds", "saves", "small-mib", "folder", "tables"]);
@@ -94,20 +50,6 @@ mod linux {
             _ => fail(&format!("there is no table `{name}`")),
         });
         report("engine", &tables.collect::<Vec<_>>(), arguments.json);
-    }
-
-    fn program() -> PathBuf {
-        let here = std::env::current_exe().unwrap();
-        let found = here.ancestors().skip(1).take(2).map(|folder| folder.join("tensorcask")).find(|path| path.is_file());
-        found.unwrap_or_else(|| fail("the command line is not built: cargo build --release --workspace"))
-    }
-
-    fn views(state: &[Owned]) -> Vec<TensorView<'_>> {
-        state.iter().map(|tensor| TensorView::new(tensor.name.as_str(), tensor.dtype, &tensor.shape, &tensor.data).unwrap()).collect()
-    }
-
-    fn copy_seconds(state: &[Owned], memcpy: &mut Memcpy) -> f64 {
-        median((0..3).map(|_| memcpy.seconds(state.iter().map(|tensor| tensor.data.as_slice()))).collect())
     }
 
     /// First saves of runs whose arena is there: prepared before the save, or left by an earlier process.
