@@ -19,7 +19,7 @@ pub(crate) struct Log {
     pub(super) state: LogState,
     /// Newest catalog that was read or written: its last entry and its path.
     pub(super) catalog: Option<(u64, String)>,
-    /// Errors of damaged catalogs that were skipped.
+    /// Errors of catalogs that were skipped: damaged, or listed and absent.
     pub(crate) skipped: Vec<Error>,
 }
 
@@ -70,29 +70,17 @@ impl Log {
     #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
-        let (store_file, state) = (store_file?, LogState::default());
-        let mut log = Self { store: store.clone(), store_file, state, catalog: None, skipped: Vec::new() };
-        let mut ahead = None;
-        for name in catalogs? {
-            // The catalog's name tells its last entry, so the entries after it are requested at the same time.
-            let first = Catalog::sequence_of(&name).unwrap_or_default().saturating_add(1);
-            let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, ENTRIES_AFTER_CATALOG));
-            match catalog {
-                Ok(state) => {
-                    log.catalog = Some((state.sequence, name));
-                    log.state = state;
-                    ahead = Some((entries?, ENTRIES_AFTER_CATALOG));
-                    break;
-                }
-                Err(e) if e.kind() == ErrorKind::Unsupported => return Err(e),
-                Err(e) => {
-                    tracing::warn!(error = %e, "a catalog is damaged; reading the log instead");
-                    log.skipped.push(e);
-                }
-            }
+        let (store_file, mut catalogs) = (store_file?, catalogs?);
+        let mut log = Self { store: store.clone(), store_file, state: LogState::default(), catalog: None, skipped: Vec::new() };
+        let mut entered = begin_with_catalog(&mut log, &catalogs).await?;
+        if entered.is_none() && log.skipped.iter().any(|error| error.kind() == ErrorKind::Storage) {
+            // A mirror removes older catalogs once it has a newer one.
+            catalogs = Catalog::list(store).await?;
+            log.skipped.clear();
+            entered = begin_with_catalog(&mut log, &catalogs).await?;
         }
-        let (entries, batch) = match ahead {
-            Some(ahead) => ahead,
+        let (entries, batch) = match entered {
+            Some(entries) => (entries, ENTRIES_AFTER_CATALOG),
             None => {
                 let (entries, directories) = tokio::join!(fetch_entries(store, 1, FIRST_ENTRIES), store.objects().list("directories"));
                 // The directory is a hint and may be missing.
@@ -105,7 +93,11 @@ impl Log {
         if log.apply(entries)? {
             log.refresh_by(batch).await?;
         }
-        Ok(log)
+        match log.skipped.is_empty() || log.state.sequence > 0 {
+            true => Ok(log),
+            // The log of a mirror begins with a catalog. It is not empty.
+            false => Err(log.skipped.swap_remove(0)),
+        }
     }
 
     pub(crate) fn state(&self) -> &LogState {
@@ -348,6 +340,32 @@ pub(crate) async fn catch_up_from(log: &mut Log, mirror: &Store) -> Result<()> {
         log.state = mirrored.state;
     }
     Ok(())
+}
+
+/// Takes the state of the newest intact catalog; returns the entries after it. `None` if there is no such catalog.
+#[boxed]
+async fn begin_with_catalog(log: &mut Log, catalogs: &[String]) -> Result<Option<Vec<(u64, Option<Bytes>)>>> {
+    for name in catalogs {
+        // The catalog's name tells its last entry, so the entries after it are requested at the same time.
+        let first = Catalog::sequence_of(name).unwrap_or_default().saturating_add(1);
+        let (catalog, entries) = tokio::join!(Catalog::read(&log.store, name), fetch_entries(&log.store, first, ENTRIES_AFTER_CATALOG));
+        let error = match catalog {
+            Ok(state) => {
+                log.catalog = Some((state.sequence, name.clone()));
+                log.state = state;
+                return Ok(Some(entries?));
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                Error::new(ErrorKind::Storage, "the storage lists this catalog, but does not return it; try again").object(name).source(e)
+            }
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => e,
+            // A storage that fails now does not prove that the catalog is damaged.
+            Err(e) => return Err(e),
+        };
+        tracing::warn!(%error, "a catalog cannot be used; reading an older one, or the log instead");
+        log.skipped.push(error);
+    }
+    Ok(None)
 }
 
 /// Returns the range of entries from `first` up to and including the next entry that a catalog follows.
