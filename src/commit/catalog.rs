@@ -83,6 +83,15 @@ impl Catalog {
         Ok(names.into_iter().map(|(_, path)| path).collect())
     }
 
+    /// Returns the log entry that the newest catalog follows; `None` if no catalog follows an entry after `sequence`. Sends one
+    /// request.
+    #[boxed]
+    pub(crate) async fn newest_after(store: &Store, sequence: u64) -> Result<Option<u64>> {
+        // Sorts after the names of all catalogs that follow `sequence`.
+        let names = store.objects().names_after("catalog", &format!("{sequence:020}.")).await?;
+        Ok(names.iter().rev().find_map(|name| Self::sequence_of(&format!("catalog/{name}"))))
+    }
+
     /// Returns the log entry that a catalog follows, according to its name.
     pub(crate) fn sequence_of(path: &str) -> Option<u64> {
         parse_name(path).map(|(sequence, _)| sequence)

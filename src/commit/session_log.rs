@@ -1,6 +1,6 @@
 //! Follows the log of a store, for a host that waits for the commits of its session's leader.
 
-use super::{Leadership, Log, LogState, SnapshotRecord, Standing};
+use super::{Catalog, Leadership, Log, LogState, SnapshotRecord, Standing};
 use crate::wire::Id;
 use crate::{Result, Store};
 
@@ -36,15 +36,23 @@ impl SessionLog {
         }
     }
 
-    /// Reads what was committed since a log was read, or opens the log. The store may have removed the entries in between.
-    pub(crate) async fn follow<'l>(known: &'l mut Option<Self>, store: &Store) -> Result<&'l Self> {
-        let is_followed = match known {
-            Some(log) => log.refresh().await.is_ok(),
-            None => false,
+    /// Reads what was committed since a log was read, or opens the log of a mirror. A mirror may remove entries that other
+    /// entries follow, or begin with a catalog.
+    pub(crate) async fn follow<'l>(known: &'l mut Option<Self>, mirror: &Store) -> Result<&'l Self> {
+        // An empty log has no last entry to compare.
+        let followed = match known.take().filter(|log| log.sequence() > 0) {
+            Some(mut log) => {
+                let before = log.sequence();
+                // Only the catalog shows entries that follow a gap. One listing more costs little beside what a pull sends.
+                let (refreshed, newest) = tokio::join!(log.refresh(), Catalog::newest_after(mirror, before));
+                let is_whole = refreshed.is_ok() && newest?.is_none_or(|newest| newest <= log.sequence());
+                Some(log).filter(|_| is_whole)
+            }
+            None => None,
         };
-        match known.take().filter(|_| is_followed) {
+        match followed {
             Some(log) => Ok(known.insert(log)),
-            None => Ok(known.insert(Self::open(store).await?)),
+            None => Ok(known.insert(Self::open(mirror).await?)),
         }
     }
 

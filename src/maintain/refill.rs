@@ -51,9 +51,9 @@ impl Refill {
         Self { memory: memory.clone(), ranks, log: None, links: BTreeMap::new(), present: BTreeSet::new() }
     }
 
-    /// Whether the mirror had a log when it was last looked at.
+    /// Whether the mirror had a log when it was last looked at. An empty log is none.
     pub fn has_log(&self) -> bool {
-        self.log.is_some()
+        self.log.as_ref().is_some_and(|log| log.sequence() > 0)
     }
 
     /// Casks of these ranks that the mirror lacks, of the newest snapshot, of the parents of steps in the mirror, and of the chains
