@@ -8,20 +8,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use bytes::Bytes;
+
 use super::cask_copy::{CopyFailure, copy_checked_cask, present};
 use crate::chain::chain_of;
 use crate::commit::{
-    CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest, read_manifest_bytes, read_store_file,
+    CATALOG_INTERVAL, Catalog, LogState, ManifestPlace, SessionExchange, SessionLog, SnapshotRecord, read_manifest, read_manifest_bytes,
 };
+use crate::error::ResultExt;
 use crate::reader::CaskSource;
-use crate::store::concurrently;
 use crate::wire::{
-    CaskRef, Id, LogEntry, PARENT_OBJECT, RankRange, Receipt, STORE_FILE, SessionMessage, SessionName, SessionStep, SharedParent,
+    CaskRef, Directory, Id, Manifest, PARENT_OBJECT, RankRange, Receipt, STORE_FILE, SessionMessage, SessionName, SessionStep, SharedParent,
 };
 use crate::{Error, ErrorKind, Result, Store, boxed};
-
-/// Number of small objects that are copied at once.
-const CONCURRENT_REQUESTS: usize = 16;
 
 /// A part of a store in memory, for some ranks of a session of many hosts.
 ///
@@ -40,24 +39,17 @@ const CONCURRENT_REQUESTS: usize = 16;
 /// ```
 #[derive(Debug)]
 pub struct Mirror {
-    store: Store,
-    memory: Store,
+    pub(super) store: Store,
+    pub(super) memory: Store,
     /// Last log entry that the mirror has; `None` before it was looked up.
     last_entry: Option<u64>,
     /// First log entry that the mirror has; `None` before it was looked up.
     first_entry: Option<u64>,
     /// Links of the chains that the mirror describes: those of the newest snapshot, and of the parents of steps in the mirror.
-    links: BTreeMap<Id, LinkObjects>,
+    /// With the log entry that holds the snapshot, if it is inline.
+    links: BTreeMap<Id, Option<u64>>,
     /// Whether `store` is the store itself. The mirror of another host proves nothing against this mirror.
-    is_of_store: bool,
-}
-
-/// Objects of a link.
-#[derive(Debug, Clone)]
-struct LinkObjects {
-    manifest: String,
-    /// Log entry that holds the snapshot, if it is inline.
-    inline_in: Option<u64>,
+    pub(super) is_of_store: bool,
 }
 
 impl Mirror {
@@ -80,32 +72,30 @@ impl Mirror {
     #[boxed]
     pub async fn follow(&mut self, log: &SessionLog) -> Result<()> {
         let state = log.state();
-        let last = match self.last_entry {
-            Some(last) => last,
-            None => self.begin(state).await?,
+        let start = match self.last_entry {
+            Some(_) => None,
+            None => Some(self.begin(state).await?),
         };
         // Described before the log names them: the store may stop answering in between.
         let mut links = BTreeMap::new();
         for record in needed_links(state, &parents_in(&self.memory, None).await?, self.store.limits().max_chain_depth)? {
-            let link = match self.links.get(&record.id) {
-                Some(known) if self.memory.objects().head_if_present(&known.manifest).await?.is_some() => known.clone(),
-                _ => self.copy_link(&record).await?,
-            };
-            links.insert(record.id, link);
+            let place = record.manifest_place();
+            if !self.links.contains_key(&record.id) || self.manifest_in_memory(&place).await?.is_none() {
+                self.copy_link(&place).await?;
+            }
+            links.insert(record.id, place.inline_in);
         }
         self.links = links;
-        let last = if self.last_entry.is_none() { self.copy_catalog(last).await? } else { last };
-        let (from, max_bytes) = (self.store.objects(), self.store.limits().max_entry_bytes);
-        let read = |sequence: u64| async move { from.get(&LogEntry::path_of(sequence), max_bytes).await };
-        let mut next = last.saturating_add(1);
-        while next <= state.sequence {
-            let batch = next..=state.sequence.min(next.saturating_add(CONCURRENT_REQUESTS as u64));
-            let entries = concurrently(CONCURRENT_REQUESTS, batch.clone().map(read)).await?;
-            // In order, so that an interrupted copy leaves no gap.
-            for (sequence, bytes) in batch.zip(entries) {
-                self.memory.objects().create_unique(&LogEntry::path_of(sequence), bytes).await?;
-                next = sequence.saturating_add(1);
+        let last = match (&start, self.last_entry) {
+            (Some(start), _) => self.copy_catalog(start.last).await?,
+            (None, last) => last.unwrap_or(0),
+        };
+        self.copy_entries(last, state).await?;
+        if let Some(start) = start {
+            if let Some(file) = start.unwritten {
+                self.memory.objects().put_whole(STORE_FILE, Bytes::from(file.encode()?).into()).await?;
             }
+            self.repair_log(state).await?;
         }
         self.last_entry = Some(last.max(state.sequence));
         Ok(())
@@ -150,7 +140,7 @@ impl Mirror {
         // Readers that follow the log from the mirror may be a little behind.
         let first_kept = sequence.saturating_sub(CATALOG_INTERVAL);
         // The entry of an inline snapshot holds its manifest and casks.
-        let inline: BTreeSet<u64> = self.links.values().filter_map(|link| link.inline_in).collect();
+        let inline: BTreeSet<u64> = self.links.values().copied().flatten().collect();
         for name in self.memory.objects().names_after("log", "").await? {
             if sequence_of_entry(&name).is_some_and(|entry| entry < first_kept && !inline.contains(&entry)) {
                 self.memory.objects().delete(&format!("log/{name}")).await?;
@@ -163,64 +153,42 @@ impl Mirror {
         Ok(())
     }
 
-    /// Prepares the mirror; returns the last log entry that it has.
+    /// Copies manifest and directory of a snapshot. Replaces those that are damaged.
     #[boxed]
-    async fn begin(&self, state: &LogState) -> Result<u64> {
-        let file = read_store_file(&self.store).await?;
-        self.memory.objects().ensure_root()?;
-        match read_store_file(&self.memory).await {
-            Ok(found) if found.run == file.run => {}
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) if e.kind() != ErrorKind::Corrupt => return Err(e),
-            _ if !self.is_of_store => return Err(Error::new(ErrorKind::Conflict, "the mirror belongs to another run").object(STORE_FILE)),
-            _ => clear(&self.memory).await?,
-        }
-        self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-        let names = self.memory.objects().names_after("log", "").await?;
-        let last = names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0);
-        if last > state.sequence {
-            // Another task may have copied newer entries since `state` was read.
-            if !self.is_of_store || SessionLog::open(&self.store).await?.sequence() >= last {
-                return Ok(last);
-            }
-            // The store is an older copy of itself.
-            clear(&self.memory).await?;
-            self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-            return Ok(0);
-        }
-        Ok(last)
-    }
-
-    /// Enters a long log by its newest catalog; returns the last entry that need not be copied.
-    async fn copy_catalog(&self, last: u64) -> Result<u64> {
-        let newest = Catalog::list(&self.store).await?.into_iter().next();
-        let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(last) };
-        if sequence <= last {
-            return Ok(last);
-        }
-        let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
-        self.memory.objects().put_content_addressed(&path, bytes).await?;
-        Ok(sequence.saturating_sub(1))
-    }
-
-    /// Copies manifest and directory of a snapshot.
-    #[boxed]
-    async fn copy_link(&self, record: &SnapshotRecord) -> Result<LinkObjects> {
-        let place = record.manifest_place();
-        let holder = place.inline_in.map_or_else(|| place.path.clone(), LogEntry::path_of);
+    async fn copy_link(&self, place: &ManifestPlace) -> Result<()> {
+        let objects = self.memory.objects();
         // `store` may be the mirror of a host that needs this link no more.
-        let is_here = self.memory.objects().head_if_present(&holder).await?.is_some();
-        let (manifest, bytes) = read_manifest_bytes(if is_here { &self.memory } else { &self.store }, &place).await?;
-        // Before the directory, see `prune`. The log entry has the manifest of an inline snapshot.
-        if place.inline_in.is_none() && !is_here {
-            self.memory.objects().create_unique(&place.path, bytes).await?;
+        let manifest = match self.manifest_in_memory(place).await? {
+            Some(manifest) => manifest,
+            None => {
+                let (manifest, bytes) = read_manifest_bytes(&self.store, place).await?;
+                // Before the directory, see `prune`. The log entry has the manifest of an inline snapshot.
+                if place.inline_in.is_none() {
+                    objects.put_content_addressed(&place.path, bytes).await?;
+                }
+                manifest
+            }
+        };
+        let (directory, max_bytes) = (format!("directories/{}", manifest.directory), self.store.limits().max_directory_bytes);
+        let is_here = match objects.get_if_present(&directory, max_bytes).await {
+            Err(e) if e.kind() == ErrorKind::LimitExceeded => false,
+            found => found?.is_some_and(|bytes| Directory::check_digest(&bytes, manifest.directory).is_ok()),
+        };
+        if !is_here {
+            let bytes = self.store.objects().get(&directory, max_bytes).await?;
+            Directory::check_digest(&bytes, manifest.directory).in_object(directory.as_str())?;
+            objects.put_content_addressed(&directory, bytes).await?;
         }
-        let directory = format!("directories/{}", manifest.directory);
-        if self.memory.objects().head_if_present(&directory).await?.is_none() {
-            let bytes = self.store.objects().get(&directory, self.store.limits().max_directory_bytes).await?;
-            self.memory.objects().put_content_addressed(&directory, bytes).await?;
+        Ok(())
+    }
+
+    /// Manifest of a snapshot in the mirror; `None` if it is absent or damaged.
+    async fn manifest_in_memory(&self, place: &ManifestPlace) -> Result<Option<Manifest>> {
+        match read_manifest(&self.memory, place).await {
+            Ok(manifest) => Ok(Some(manifest)),
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => Ok(None),
+            Err(e) => Err(e),
         }
-        Ok(LinkObjects { manifest: place.path, inline_in: place.inline_in })
     }
 
     /// Steps of a session of which the mirror has the receipts of all these ranks.
@@ -312,7 +280,13 @@ impl Mirror {
             listed.extend(objects.list(folder).await?.into_iter().map(|found| found.path));
         }
         let mut needed = BTreeSet::new();
-        let log = SessionLog::open(&self.memory).await?;
+        let log = match SessionLog::open(&self.memory).await {
+            Ok(log) if log.sequence() > 0 => log,
+            // The log is still being copied.
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(error),
+        };
         let kept = Kept { session, from: keep, has_committed: log.has_committed(session.session) };
         let known: BTreeSet<String> = log.state().snapshots().iter().map(SnapshotRecord::manifest_path).collect();
         // The log does not name this snapshot yet, so its directory is not known.
@@ -325,7 +299,15 @@ impl Mirror {
             if place.inline_in.is_none() && objects.head_if_present(&place.path).await?.is_none() {
                 continue;
             }
-            let manifest = read_manifest(&self.memory, &place).await?;
+            let Some(manifest) = self.manifest_in_memory(&place).await? else {
+                tracing::error!(object = place.path, "a manifest is damaged in memory; no cask is removed, because its own are not known");
+                // The log entry has the casks of an inline snapshot.
+                let may_be_its_own =
+                    |path: &&String| path.starts_with("directories/") || (place.inline_in.is_none() && path.starts_with("casks/"));
+                needed.extend(listed.iter().filter(may_be_its_own).cloned());
+                needed.insert(place.path);
+                continue;
+            };
             needed.extend(manifest.casks.iter().map(CaskRef::path));
             needed.extend([format!("directories/{}", manifest.directory), place.path]);
         }
@@ -398,7 +380,7 @@ pub(super) fn needed_links(state: &LogState, parents: &BTreeSet<Id>, max_depth: 
 }
 
 /// Number of a log entry, from the last part of its path.
-fn sequence_of_entry(name: &str) -> Option<u64> {
+pub(super) fn sequence_of_entry(name: &str) -> Option<u64> {
     name.strip_suffix(".json")?.parse().ok()
 }
 

@@ -48,6 +48,7 @@ mod held;
 mod interval;
 mod mark;
 mod mirror;
+mod mirror_log;
 mod reduce;
 mod refill;
 mod replica;

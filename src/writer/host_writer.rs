@@ -9,10 +9,10 @@ use super::WriterOptions;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent};
 use crate::chain::chain_of;
 use crate::commit::{
-    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest_bytes, refuse_features,
+    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest, refuse_features,
 };
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
-use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
+use crate::{Blob, Error, ErrorKind, Metadata, Result, Store, TensorView, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
@@ -139,8 +139,13 @@ impl HostWriter {
         let (mut in_memory, chosen) = (false, parent);
         let mut parent = match parent.and_then(|id| self.log.state().by_id(id)) {
             Some(record) if self.has_mirror() && self.is_mirrored(record).await? => {
-                in_memory = true;
-                open_parent(&self.memory, self.log.state(), parent).await?
+                let in_mirror = open_parent(&self.memory, self.log.state(), parent).await?;
+                in_memory = in_mirror.is_some();
+                match in_mirror {
+                    // The mirror is damaged.
+                    None if !self.is_cut_off => open_parent(&self.store, self.log.state(), parent).await?,
+                    in_mirror => in_mirror,
+                }
             }
             _ if self.is_cut_off => None,
             _ => open_parent(&self.store, self.log.state(), parent).await?,
@@ -207,7 +212,7 @@ impl HostWriter {
         self.memory.url() != self.store.url()
     }
 
-    /// Whether the mirror has the casks of this host's ranks for a snapshot and its chain.
+    /// Whether the mirror has the casks of this host's ranks for a snapshot and its chain, and undamaged manifests.
     async fn is_mirrored(&self, record: &SnapshotRecord) -> Result<bool> {
         let objects = self.memory.objects();
         for link in chain_of(self.log.state(), record.id, self.store.limits().max_chain_depth)? {
@@ -215,7 +220,14 @@ impl HostWriter {
             if place.inline_in.is_some() || objects.head_if_present(&place.path).await?.is_none() {
                 return Ok(false);
             }
-            let (manifest, _) = read_manifest_bytes(&self.memory, &place).await?;
+            let manifest = match read_manifest(&self.memory, &place).await {
+                Ok(manifest) => manifest,
+                Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
+                    tracing::error!(%error, "a manifest is damaged in memory; the parent is not read from memory");
+                    return Ok(false);
+                }
+                Err(error) => return Err(error),
+            };
             let is_ours = |cask: &&CaskRef| self.parts.iter().any(|part| part.rank.rank == rank_of_slot(cask.slot));
             for cask in manifest.casks.iter().filter(is_ours) {
                 if objects.head_if_present(&cask.path()).await?.is_none_or(|found| found.bytes != cask.bytes) {
