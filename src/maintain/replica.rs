@@ -12,17 +12,19 @@
 //! too, and checked.
 //!
 //! Invariant: a pull removes no step and no link of the chain before the replica has newer steps in their place. A source
-//! that is empty, because its host was replaced, removes nothing.
+//! that is empty, because its host was replaced, removes nothing. Neither does a source whose log does not describe the chains yet.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
+
+use bytes::Bytes;
 
 use super::cask_copy::{CopyFailure, copy_checked_cask, present};
 use super::mirror::{clear, needed_links};
 use super::refill::{WantedCask, casks_of};
 use super::verify::verify_cask;
+use crate::chain::chain_of;
 use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_store_file};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
@@ -149,18 +151,13 @@ impl Replica {
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
         let mut of_wanted = BTreeSet::new();
         let mut report = ReplicaReport { newest_at_source: at_source.keys().next_back().copied(), ..ReplicaReport::default() };
-        let followed = match SessionLog::follow(&mut self.log, &self.source).await {
-            Ok(_) => self.copy_chains(&mut report).await,
-            Err(error) => Err(error),
-        };
-        let (mut chain, chain_is_known) = match followed {
-            Ok(chain) => (chain, true),
-            Err(error) => {
-                self.log = None;
-                report.problem = Some(error);
-                (Vec::new(), false)
+        for (at, error) in self.read_parents(&to, &mut held).await? {
+            if at_source.contains_key(&at) {
+                self.discard(session, at).await?;
             }
-        };
+            report.problem.get_or_insert(error);
+        }
+        let mut chain = self.follow_chains(&mut report).await;
         let is_past = |at: &SessionStep| self.gave_way.is_some_and(|gone| *at <= gone);
         let newest_first = at_source.into_iter().rev().enumerate();
         let wanted: BTreeMap<SessionStep, (RankSet, bool)> = newest_first
@@ -178,9 +175,16 @@ impl Replica {
             }
             let mut copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
             let newest = held.last().copied();
-            while chain_is_known && self.lacks_room && newest.is_some_and(|newest| newest < *at) && held.len() > 1 {
+            while self.lacks_room
+                && newest.is_some_and(|newest| newest < *at)
+                && held.len() > 1
+                && let Some(chain) = &chain
+            {
                 self.gave_way = held.pop_first().max(self.gave_way);
-                let freed = self.prune(&to, session, &held, &chain, &of_wanted).await?;
+                if !self.describes(&held) {
+                    continue;
+                }
+                let freed = self.prune(&to, session, &held, chain, &of_wanted).await?;
                 self.room = self.room.saturating_add(freed);
                 copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
             }
@@ -191,9 +195,22 @@ impl Replica {
                 Err(error) => _ = report.problem.get_or_insert(error),
             }
         }
-        self.read_parents(&to, &held).await?;
-        if chain_is_known {
-            chain = self.copy_chains(&mut report).await?;
+        for (_, error) in self.read_parents(&to, &mut held).await? {
+            report.problem.get_or_insert(error);
+        }
+        if chain.is_some() {
+            chain = self.known_chains(&mut report).await;
+        }
+        if let (Some(chain), false) = (&chain, wanted.is_empty()) {
+            let older = held.iter().rev().skip(self.keep);
+            if self.room == 0 {
+                self.gave_way = older.clone().next().copied().max(self.gave_way);
+            }
+            let is_kept = |at: &&SessionStep| wanted.contains_key(*at) && self.gave_way.is_none_or(|gone| **at > gone);
+            let kept = held.iter().rev().take(self.keep).chain(older.filter(is_kept)).copied().collect();
+            if self.describes(&kept) {
+                self.prune(&to, session, &kept, chain, &of_wanted).await?;
+            }
         }
         report.whole = held.iter().filter(|at| self.missing_link(**at).is_none()).copied().collect();
         report.newest = report.whole.last().copied();
@@ -204,15 +221,6 @@ impl Replica {
         {
             let message = format!("step {} was copied, but not the chain of its parent: {lack}", newest.step);
             report.problem = Some(Error::not_found(message).object(format!("{}/{}", session.folder(), newest.folder())));
-        }
-        if chain_is_known && !wanted.is_empty() {
-            let older = held.iter().rev().skip(self.keep);
-            if self.room == 0 {
-                self.gave_way = older.clone().next().copied().max(self.gave_way);
-            }
-            let is_kept = |at: &&SessionStep| wanted.contains_key(*at) && self.gave_way.is_none_or(|gone| **at > gone);
-            let kept = held.iter().rev().take(self.keep).chain(older.filter(is_kept)).copied().collect();
-            self.prune(&to, session, &kept, &chain, &of_wanted).await?;
         }
         Ok(report)
     }
@@ -225,31 +233,81 @@ impl Replica {
             Err(e) => return Err(e),
         };
         let to = SessionExchange::new(&self.memory, SessionName { run: file.run, session: self.session });
-        let held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
-        self.read_parents(&to, &held).await?;
+        let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
+        self.read_parents(&to, &mut held).await?;
         Ok(held.iter().filter(|at| self.missing_link(**at).is_none()).copied().collect())
     }
 
-    /// Reads the parents of the steps in the replica.
-    async fn read_parents(&mut self, to: &SessionExchange, held: &BTreeSet<SessionStep>) -> Result<()> {
+    /// Reads the parents of the steps in the replica. Takes steps with damaged receipts out of `held`, and returns them.
+    #[boxed]
+    async fn read_parents(&mut self, to: &SessionExchange, held: &mut BTreeSet<SessionStep>) -> Result<Vec<(SessionStep, Error)>> {
         self.parents.retain(|at, _| held.contains(at));
+        let mut damaged = Vec::new();
         if held.iter().all(|at| self.parents.contains_key(at)) {
-            return Ok(());
+            return Ok(damaged);
         }
         for (at, present) in self.complete_steps(to).await? {
-            if let Entry::Vacant(unknown) = self.parents.entry(at) {
-                // If this host wrote whole chunks while others wrote deltas, the snapshot needs the whole chain of their parent.
-                let parent = match to.parent(at).await? {
-                    Some(noted) => noted,
-                    None => {
-                        let receipts = to.receipts(at, &present).await?;
-                        receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot)
-                    }
-                };
-                unknown.insert(parent);
+            if !held.contains(&at) || self.parents.contains_key(&at) {
+                continue;
+            }
+            match parent_of(to, at, &present).await {
+                Ok(parent) => _ = self.parents.insert(at, parent),
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    held.remove(&at);
+                    damaged.push((at, error));
+                }
+                Err(error) => return Err(error),
             }
         }
+        Ok(damaged)
+    }
+
+    /// Removes the receipts of a damaged step, so that it is copied again. Its casks stay.
+    async fn discard(&mut self, session: SessionName, at: SessionStep) -> Result<()> {
+        self.parents.remove(&at);
+        let objects = self.memory.objects();
+        for found in objects.list(&format!("{}/{}", session.folder(), at.folder())).await? {
+            objects.delete(&found.path).await?;
+        }
         Ok(())
+    }
+
+    /// Reads what the source has committed since, and copies the chains as [`copy_chains`](Self::copy_chains) does. `None` if the
+    /// chains are not known: the source has no log yet, or cannot be read.
+    async fn follow_chains(&mut self, report: &mut ReplicaReport) -> Option<Vec<WantedCask>> {
+        match SessionLog::follow(&mut self.log, &self.source).await.map(SessionLog::sequence) {
+            Ok(0) => None,
+            Ok(_) => self.known_chains(report).await,
+            Err(error) => {
+                report.problem.get_or_insert(error);
+                None
+            }
+        }
+    }
+
+    /// Copies the chains; `None` if the source cannot be read.
+    async fn known_chains(&mut self, report: &mut ReplicaReport) -> Option<Vec<WantedCask>> {
+        match self.copy_chains(report).await {
+            Ok(chain) => Some(chain),
+            Err(error) => {
+                self.log = None;
+                report.problem.get_or_insert(error);
+                None
+            }
+        }
+    }
+
+    /// Whether the source has described the chains of the newest committed snapshot and of the parents of these steps. Otherwise
+    /// it is not known which casks they need.
+    fn describes(&self, steps: &BTreeSet<SessionStep>) -> bool {
+        let Some(log) = self.log.as_ref().map(SessionLog::state).filter(|log| log.sequence > 0) else { return false };
+        let is_described = |id: Id| match chain_of(log, id, self.source.limits().max_chain_depth) {
+            Ok(links) => links.iter().all(|link| self.links.contains_key(&link.id)),
+            // No step can be read with a parent that was collected. But a log that is too short may come to this parent.
+            Err(_) => log.by_id(id).is_some(),
+        };
+        let is_known = |at: &SessionStep| self.parents.get(at).is_some_and(|parent| parent.is_none_or(is_described));
+        log.latest().is_none_or(|latest| is_described(latest.id)) && steps.iter().all(is_known)
     }
 
     /// Says what the replica lacks of the chain of a step's parent; `None` if it lacks nothing.
@@ -299,11 +357,11 @@ impl Replica {
                 }
                 clear(&self.memory).await?;
             }
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            // Damaged: the casks are checked again.
-            Err(_) => clear(&self.memory).await?,
+            // All objects have names that no other run uses.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {}
+            Err(e) => return Err(e),
         }
-        self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+        self.memory.objects().put_whole(STORE_FILE, Bytes::from(file.encode()?).into()).await?;
         Ok(Some(session))
     }
 
@@ -357,6 +415,10 @@ impl Replica {
         // A part of the step that was copied stays until the next pull.
         of_wanted.extend(casks.iter().map(|wanted| wanted.cask.path()));
         self.copy_casks(&casks, report).await?;
+        // A part of a step may be damaged, too.
+        if to.parent(at).await.is_err_and(|error| error.kind() == ErrorKind::Corrupt) {
+            self.discard(from.session(), at).await?;
+        }
         if let Some(parent) = from.parent(at).await?
             && to.fix_parent(at, parent).await? != parent
         {
@@ -441,7 +503,16 @@ impl Replica {
         let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).chain(of_wanted.iter().cloned()).collect();
         let held = self.complete_steps(to).await?;
         for (at, present) in held.iter().filter(|(at, _)| kept.contains(at)) {
-            let receipts = to.receipts(*at, present).await?;
+            let receipts = match to.receipts(*at, present).await {
+                Ok(receipts) => receipts,
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    tracing::error!(%error, "a step is damaged in this copy; it is copied again");
+                    // The next pull reads it again. Until then its casks are not known.
+                    self.parents.remove(at);
+                    return Ok(0);
+                }
+                Err(error) => return Err(error),
+            };
             needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
         }
         let objects = self.memory.objects();
@@ -472,6 +543,16 @@ impl Replica {
         self.checked.retain(|id| needed.contains(&format!("casks/{id}.cask")));
         Ok(freed)
     }
+}
+
+/// Parent of a step in the replica. All its receipts are read, so damage is found.
+async fn parent_of(to: &SessionExchange, at: SessionStep, present: &RankSet) -> Result<Option<Id>> {
+    let receipts = to.receipts(at, present).await?;
+    // If this host wrote whole chunks while others wrote deltas, the snapshot needs the whole chain of their parent.
+    Ok(match to.parent(at).await? {
+        Some(noted) => noted,
+        None => receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot),
+    })
 }
 
 /// Checks that a receipt is of the step that was asked for, and names casks of its own rank only.
