@@ -22,6 +22,7 @@ mod commits;
 mod common;
 mod corruption;
 mod crash;
+mod damaged_mirrors;
 #[cfg(feature = "aws")]
 mod fault_proxy;
 mod faults;

@@ -11,24 +11,24 @@ use super::common::objects_of;
 use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};
 
 /// The hosts of a session, each with its mirror.
-struct Hosts {
+pub(super) struct Hosts {
     folder: tempfile::TempDir,
-    store: Store,
-    session: SessionName,
+    pub(super) store: Store,
+    pub(super) session: SessionName,
     leader: LeaderWriter,
-    hosts: Vec<(HostWriter, Mirror)>,
+    pub(super) hosts: Vec<(HostWriter, Mirror)>,
 }
 
-fn memory(folder: &Path) -> Store {
+pub(super) fn memory(folder: &Path) -> Store {
     StoreOptions { fsync: false, inline_bytes: 0, ..StoreOptions::default() }.open(folder.to_str().unwrap()).unwrap()
 }
 
-fn ranks(host: u32) -> Vec<u32> {
+pub(super) fn ranks(host: u32) -> Vec<u32> {
     (host * RANKS_PER_HOST..(host + 1) * RANKS_PER_HOST).collect()
 }
 
 impl Hosts {
-    async fn begin() -> Self {
+    pub(super) async fn begin() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path().join("store").to_str().unwrap()).unwrap();
         let session = Id::random().unwrap();
@@ -45,7 +45,7 @@ impl Hosts {
     }
 
     /// Saves a step into the mirrors.
-    async fn save(&mut self, step: u64) {
+    pub(super) async fn save(&mut self, step: u64) {
         self.save_states(step, |rank| (row(step, rank), false)).await;
     }
 
@@ -80,7 +80,7 @@ impl Hosts {
         sent
     }
 
-    async fn save_durably(&mut self, step: u64) {
+    pub(super) async fn save_durably(&mut self, step: u64) {
         self.save(step).await;
         self.upload(step).await;
         self.commit(step).await;
@@ -91,7 +91,7 @@ impl Hosts {
         self.leader.commit(step, &receipts).await.unwrap();
     }
 
-    fn path(&self, name: &str) -> std::path::PathBuf {
+    pub(super) fn path(&self, name: &str) -> std::path::PathBuf {
         self.folder.path().join(name)
     }
 
@@ -106,7 +106,7 @@ impl Hosts {
     }
 }
 
-fn copy_all(from: &Path, to: &Path) {
+pub(super) fn copy_all(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -119,7 +119,7 @@ fn copy_all(from: &Path, to: &Path) {
     }
 }
 
-fn count(folder: &Path) -> usize {
+pub(super) fn count(folder: &Path) -> usize {
     std::fs::read_dir(folder).map_or(0, Iterator::count)
 }
 
