@@ -50,6 +50,13 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: 
                 tokio::time::sleep(AGAIN).await;
             }
             Err(error) => {
+                // Another place may have an undamaged copy. Each turn leaves out one more of finitely many copies.
+                let is_damaged = error.kind() == ErrorKind::Corrupt;
+                if let Some(path) = error.object_name().filter(|_| is_damaged)
+                    && note_damage(spec, run, path).await.unwrap_or(false)
+                {
+                    continue;
+                }
                 tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
                 return None;
             }
