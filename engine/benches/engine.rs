@@ -334,6 +334,8 @@ mod linux {
                     most = most.max((host.agent().host_memory_bytes() + own()) * u64::from(step > 1));
                 }
             }
+            // Until the allocator of the agent has returned what is free.
+            std::thread::sleep(Duration::from_millis(500));
             let agent = host.agent();
             let run = &agent.runs[0];
             let arena = run.ranks.first().map_or(0, |rank| rank.arena_present_bytes);
