@@ -31,17 +31,19 @@ pub(crate) fn damaged_copies(run: &RunFolder) -> BTreeSet<CopyId> {
     std::fs::read(path(run)).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
 }
 
-/// Notes a damaged copy; returns `false` if it was known.
-pub(crate) fn note_damaged_copy(run: &RunFolder, copy: CopyId) -> Result<bool> {
+/// Notes a damaged copy. Another rank of this host may have noted it before.
+pub(crate) fn note_damaged_copy(run: &RunFolder, copy: CopyId) -> Result<()> {
     let _held = lock_beside(&path(run))?;
     let mut known = damaged_copies(run);
-    let is_new = known.insert(copy);
-    while known.len() > MOST_COPIES {
+    if known.contains(&copy) {
+        return Ok(());
+    }
+    while known.len() >= MOST_COPIES {
         known.pop_first();
     }
+    known.insert(copy);
     let json = serde_json::to_vec(&known).map_err(|e| Error::invalid(format!("cannot encode the damaged copies: {e}")))?;
-    replace_file(&path(run), &json)?;
-    Ok(is_new)
+    replace_file(&path(run), &json)
 }
 
 /// Number of copies to remember.

@@ -9,14 +9,14 @@
 //! Invariant: memory counts only if it has the log up to the entry after which this session begins. So a step of another job
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use tensorcask::maintain::held_steps;
 use tensorcask::wire::{Id, Leader, Receipt, SessionName, SessionStep};
 use tensorcask::{ContinuedSession, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
 
-use crate::damaged_copies::{damaged_copies, note_damaged_copy};
+use crate::damaged_copies::{CopyId, damaged_copies, note_damaged_copy};
 use crate::earlier_sessions::{Beginning, beginnings};
 use crate::folders::RunFolder;
 use crate::host_notes::HostNotes;
@@ -34,6 +34,8 @@ pub(crate) struct HostsMemory {
     pub uncommitted: Vec<u64>,
     /// Committed steps that can be restored, newest first.
     pub committed: Vec<u64>,
+    /// Damaged copies that were left out.
+    pub damaged: BTreeSet<CopyId>,
 }
 
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
@@ -41,8 +43,8 @@ pub(crate) struct HostsMemory {
 pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
     let begun = Instant::now();
     loop {
-        let left = timeout.saturating_sub(begun.elapsed());
-        match open(spec, run, left).await {
+        let (left, damaged) = (timeout.saturating_sub(begun.elapsed()), damaged_copies(run));
+        match open(spec, run, left, &damaged).await {
             Ok(found) => return found,
             // A connection may have broken off. Without this memory, the ranks would agree on an older step.
             Err(error) if error.kind() == ErrorKind::Storage && left > AGAIN => {
@@ -50,10 +52,10 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: 
                 tokio::time::sleep(AGAIN).await;
             }
             Err(error) => {
-                // Another place may have an undamaged copy. Each turn leaves out one more of finitely many copies.
-                let is_damaged = error.kind() == ErrorKind::Corrupt;
+                // Another place may have an undamaged copy. Each turn leaves out one more.
+                let is_damaged = error.kind() == ErrorKind::Corrupt && !left.is_zero();
                 if let Some(path) = error.object_name().filter(|_| is_damaged)
-                    && note_damage(spec, run, path).await.unwrap_or(false)
+                    && note_damage(spec, run, path, &damaged).await.unwrap_or(false)
                 {
                     continue;
                 }
@@ -64,13 +66,13 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: 
     }
 }
 
-async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Option<HostsMemory>> {
+async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration, damaged: &BTreeSet<CopyId>) -> Result<Option<HostsMemory>> {
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
     let notes = HostNotes::read(run, hosts.session);
     // Before the first entry, there is nothing to continue.
     let Some(after) = notes.after.filter(|after| *after > 0) else { return Ok(None) };
     let wait = SurveyWait { timeout, entry: Some(after) };
-    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(&damaged_copies(run));
+    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(damaged);
     let places = survey.stores(run, &others)?;
     match SessionLog::open(&union_store(places.clone(), after)).await {
         Ok(log) if log.sequence() == after => {}
@@ -85,7 +87,7 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
     let log = SessionLog::open(&view.store).await?;
     let is_committed = |step: &u64| !log.records().iter().any(|record| record.step == *step && record.sequence > view.last);
     let (committed, uncommitted) = held_steps(&view.store, MOST_STEPS).await?.into_iter().partition(is_committed);
-    Ok(Some(HostsMemory { store: view.store, after, uncommitted, committed }))
+    Ok(Some(HostsMemory { store: view.store, after, uncommitted, committed, damaged: damaged.clone() }))
 }
 
 /// The memory of all hosts up to a log entry, with the steps that the store lacks committed in this process.
@@ -147,15 +149,16 @@ fn before_leader(log: &SessionLog) -> Option<u64> {
     first.since.checked_sub(1).filter(|before| *before > 0)
 }
 
-/// Notes that the copy of an object which [`HostsMemory::store`] reads is damaged; returns whether that is news. The memory has
-/// to be opened again: it then has another copy of the object, or none.
-pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str) -> Result<bool> {
+/// Notes that the copy of an object which was read is damaged. `left_out`: the damaged copies that the reader knew. Returns whether
+/// there was such a copy: the memory has to be opened again, and then has another one, or none.
+pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str, left_out: &BTreeSet<CopyId>) -> Result<bool> {
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(false) };
     // Made before, by this rank or another of this host.
     let wait = SurveyWait { timeout: Duration::ZERO, entry: None };
-    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(&damaged_copies(run));
+    // Without what this reader knew, and not what other ranks have noted since: else each would note another copy.
+    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(left_out);
     match survey.first_copy(path) {
-        Some(copy) => note_damaged_copy(run, copy),
+        Some(copy) => note_damaged_copy(run, copy).map(|()| true),
         None => Ok(false),
     }
 }

@@ -1,5 +1,6 @@
 //! The agents of the other hosts of a run, as a rank reads from them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use futures::stream::{StreamExt, TryStreamExt};
@@ -62,13 +63,18 @@ impl OtherHosts {
 
     /// Lists all folders of these hosts, some at once. A host that does not answer has an error.
     pub(crate) async fn list(&self, hosts: Vec<u32>) -> Vec<(u32, Result<Vec<HostFolder>>)> {
-        futures::stream::iter(hosts).map(|host| async move { (host, self.list_host(host).await) }).buffer_unordered(AT_ONCE).collect().await
+        let mut observed = self.placement.observed_by_each(TOLERATED_LOSSES);
+        let list = |host| {
+            let sources = observed.remove(&host).unwrap_or_default();
+            async move { (host, self.list_host(host, sources).await) }
+        };
+        futures::stream::iter(hosts).map(list).buffer_unordered(AT_ONCE).collect().await
     }
 
-    async fn list_host(&self, host: u32) -> Result<Vec<HostFolder>> {
+    async fn list_host(&self, host: u32, sources: BTreeSet<u32>) -> Result<Vec<HostFolder>> {
         let peer = self.peer(host).ok_or_else(|| Error::invalid(format!("there is no host {host}")))?;
         peer.answers().await?;
-        let replicas = self.placement.observed(host, TOLERATED_LOSSES).into_iter().map(|source| format!("replica-{source}"));
+        let replicas = sources.into_iter().map(|source| format!("replica-{source}"));
         let mut found = Vec::new();
         for folder in ["mirror".to_owned(), MEETING.to_owned()].into_iter().chain(replicas) {
             let objects = list(&peer.place(&folder)).await.map_err(|error| error.object(peer.url()))?;

@@ -104,7 +104,7 @@ pub(crate) struct Progress {
     /// Earlier generations of which other hosts have no copies.
     #[serde(default)]
     pub not_replicated: Vec<u64>,
-    /// Up to this generation, it is not known which have copies.
+    /// Newest generation whose copies are not watched. Older ones are not watched, either.
     #[serde(default)]
     pub replicated_after: u64,
     /// Newest generation that is committed in the first tier.

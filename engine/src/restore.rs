@@ -96,20 +96,24 @@ async fn find_in_memory<'a>(
 /// Reads a step from the memory of all hosts. The newest step is not looked for there: the ranks agree on a step first.
 async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<'_>) -> Result<Option<Restored<'static>>> {
     let StepSelector::Step(_) = request.at else { return Ok(None) };
-    loop {
+    for _ in 0..MOST_DAMAGED {
         let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout).await, request.passed_over.len());
         let Some(memory) = opened else { return Ok(None) };
         if let Some(found) = read_store(places, &memory.store, &[], Source::Hosts, request).await? {
             return Ok(Some(found));
         }
         let damage = request.passed_over.iter().skip(before).find(|passed| passed.error.kind() == ErrorKind::Corrupt);
-        // Another place may have an undamaged copy. Each turn leaves out one more of finitely many copies.
+        // Another place may have an undamaged copy. Each turn leaves out one more.
         match damage.and_then(|passed| passed.error.object_name()) {
-            Some(path) if note_damage(places.spec, places.run, path).await? => {}
+            Some(path) if note_damage(places.spec, places.run, path, &memory.damaged).await? => {}
             _ => return Ok(None),
         }
     }
+    Ok(None)
 }
+
+/// Number of damaged copies after which a restore no longer reads from the hosts.
+const MOST_DAMAGED: usize = 64;
 
 async fn find_in_tiers(
     places: &RestorePlaces<'_>,

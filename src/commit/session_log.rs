@@ -36,8 +36,8 @@ impl SessionLog {
         }
     }
 
-    /// Reads what was committed since a log was read, or opens the log of a mirror. A mirror may remove entries that other
-    /// entries follow, or begin with a catalog.
+    /// Reads what was committed since a log was read, or opens the log of a mirror. The log of a mirror may have gaps
+    /// or begin with a catalog.
     pub(crate) async fn follow<'l>(known: &'l mut Option<Self>, mirror: &Store) -> Result<&'l Self> {
         // An empty log has no last entry to compare.
         let followed = match known.take().filter(|log| log.sequence() > 0) {

@@ -59,7 +59,8 @@ impl<'a> CaskCheck<'a> {
             let full = begin.saturating_add(WINDOW_BYTES);
             // A larger page is a window by itself.
             let mut end = pages.next().unwrap_or(begin).max(begin);
-            while let Some(more) = pages.next_if(|more| *more <= full) {
+            // A page may be empty, but a window is not.
+            while let Some(more) = pages.next_if(|more| *more <= full || end == begin) {
                 end = end.max(more);
             }
             if pages.peek().is_none() {

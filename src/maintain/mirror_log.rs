@@ -14,7 +14,7 @@ use crate::{Error, ErrorKind, Result, boxed};
 /// Number of entries that are copied at once.
 const CONCURRENT_REQUESTS: usize = 16;
 
-/// What a mirror has before it follows a log.
+/// State of a mirror before it follows a log.
 pub(super) struct MirrorStart {
     /// Last log entry; 0 if there is none.
     pub last: u64,
@@ -88,8 +88,13 @@ impl Mirror {
     pub(super) async fn copy_catalog(&self, last: u64) -> Result<u64> {
         let newest = Catalog::list(&self.store).await?.into_iter().next();
         let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(last) };
-        // A gap hides the entries after it from a reader that uses no catalog. Copying some entries more avoids it.
-        if sequence <= last || (last > 0 && sequence - last <= Self::KEPT_ENTRIES) {
+        if sequence <= last {
+            return Ok(last);
+        }
+        // A gap hides the entries after it from a reader that uses no catalog. Copying some entries more avoids it, if there are
+        // such entries: the log of another mirror may be shortened.
+        let next = LogEntry::path_of(last.saturating_add(1));
+        if last > 0 && sequence - last <= Self::KEPT_ENTRIES && self.store.objects().head_if_present(&next).await?.is_some() {
             return Ok(last);
         }
         let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;

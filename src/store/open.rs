@@ -228,8 +228,9 @@ impl StoreOptions {
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {
-        // Short waits, so that work goes on soon after an outage, and as many of them as take about a minute.
-        let backoff = object_store::BackoffConfig { max_backoff: Duration::from_secs(5), ..Default::default() };
+        // At most 5 s between attempts, so that work goes on soon after an outage. All attempts take about a minute: each wait is
+        // random, twice the one before on average.
+        let backoff = object_store::BackoffConfig { max_backoff: Duration::from_secs(5), base: 4.0, ..Default::default() };
         let default = object_store::RetryConfig { backoff, max_retries: 17, ..Default::default() };
         Ok(match self.time(RETRY_TIMEOUT, "TENSORCASK_RETRY_TIMEOUT", url)? {
             // The timeout is the limit, so the number of retries is not.

@@ -62,6 +62,9 @@ class Host:
         run("ip", "link", "add", outside, "type", "veth", "peer", "name", switch, "netns", self.first)
         run("ip", "link", "set", outside, "master", switch, "up")
         inside = ["nsenter", "--target", self.first, "--net", "ip"]
+        # A replaced host is found at once: the others remember the hardware address of its predecessor for minutes.
+        hardware = f"02:00:00:00:{list(SWITCHES).index(switch):02x}:{self.number:02x}"
+        run(*inside, "link", "set", switch, "address", hardware)
         run(*inside, "address", "add", f"{address(self.number, switch)}/24", "dev", switch)
         run(*inside, "link", "set", switch, "up")
 

@@ -158,6 +158,25 @@ async fn followers_of_a_mirror_come_to_the_entries_after_a_catalog() {
     assert_eq!(refill.missing().await.unwrap().len(), 3 * RANKS_PER_HOST as usize);
 }
 
+/// The mirror of the other host has the entries from 64 before its catalog on, and this one ends before them.
+#[tokio::test]
+async fn a_mirror_learns_from_another_whose_log_is_shortened() {
+    let hosts = two_steps().await;
+    let (behind, other) = (memory(&hosts.path("behind")), memory(&hosts.path("other")));
+    follow_anew(&hosts, &behind).await;
+    lengthen(&hosts, 2 * Mirror::KEPT_ENTRIES).await;
+    follow_anew(&hosts, &behind).await;
+    let last = SessionLog::open(&behind).await.unwrap().sequence();
+    let mut mirror = Mirror::new(&hosts.store, &other);
+    mirror.follow(&log(&hosts).await).await.unwrap();
+    lengthen(&hosts, last + Mirror::KEPT_ENTRIES).await;
+    mirror.follow(&log(&hosts).await).await.unwrap();
+    mirror.shorten_log().await.unwrap();
+    assert!(!hosts.path("other/log").join(format!("{:020}.json", last + 1)).exists(), "the next entry is gone");
+    assert!(Mirror::learn(&other, &behind).await.unwrap());
+    assert_eq!(SessionLog::open(&behind).await.unwrap().sequence(), log(&hosts).await.sequence());
+}
+
 #[tokio::test]
 async fn a_damaged_manifest_in_a_mirror_stops_neither_saves_nor_pruning_and_is_copied_again() {
     let mut hosts = two_steps().await;

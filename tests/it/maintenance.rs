@@ -9,8 +9,8 @@ use crate::common::{SmallState, objects_of, until, without_inline, wrap};
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, PolicyDecision, Rect, Retention, SaveTimes, Slice, Snapshot,
-    SnapshotStatus, Store, StoreOptions, TensorView, Writer, WriterOptions,
+    BaseKeeping, Blob, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, PolicyDecision, Rect, Retention, SaveTimes, Slice,
+    Snapshot, SnapshotStatus, Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 use tokio::sync::{RwLock, RwLockReadGuard};
 
@@ -577,5 +577,22 @@ async fn writers_readers_compaction_and_gc_at_once() {
         ages.jump().await;
         let report = maintain::gc(&store, &GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
         assert!(collected_now || (report.collected.len(), report.waiting.len()) == (0, 0), "{report:?}");
+    }
+}
+
+/// A large page fills a window of the check, an empty one follows, and the next is large again.
+#[tokio::test]
+async fn empty_blobs_between_large_ones_are_verified() {
+    let store = Store::open("memory://empty-blobs").unwrap();
+    let large: Vec<u8> = (0..(16u32 << 20)).map(|at| (at.wrapping_mul(2_654_435_761) >> 11) as u8 | 1).collect();
+    for (step, sizes) in
+        [(1, [16 << 20, 0, 9 << 20]), (2, [16 << 20, 9 << 20, 0]), (3, [0, 0, 16 << 20]), (4, [(8 << 20) - 64, 0, 9 << 20])]
+    {
+        let blob = |(number, bytes): (usize, usize)| Blob { rank: 0, name: format!("{number}").into(), data: large[..bytes].into() };
+        let blobs: Vec<Blob<'_>> = sizes.into_iter().enumerate().map(blob).collect();
+        store.writer(Policy::Full).await.unwrap().save(step, &[], &blobs, &Metadata::default()).await.unwrap();
+        let options = VerifyOptions { step: Some(step), ..VerifyOptions::default() };
+        let report = maintain::verify(&store, &options).await.unwrap();
+        assert!(report.is_clean() && report.casks == 1, "{sizes:?}: {:?}", report.problems);
     }
 }

@@ -9,11 +9,11 @@ use super::run_event::{RankGeneration, ReplicatedSaves};
 /// The steps of this host that wait for copies, and the newest one that has enough of them.
 #[derive(Debug, Default)]
 pub(super) struct CopiedSteps {
-    /// Encoded steps that have too few copies, as far as is known.
+    /// Encoded steps of which too few copies are known.
     awaited: BTreeMap<SessionStep, Vec<RankGeneration>>,
     newest: Option<(SessionStep, Vec<RankGeneration>)>,
-    /// Of saves up to these, it is not known which have copies, unless they were reported before.
-    unknown: Vec<RankGeneration>,
+    /// By rank: newest generation whose copies are not watched. Older ones are not watched, either.
+    unwatched: BTreeMap<u32, u64>,
 }
 
 impl CopiedSteps {
@@ -21,29 +21,34 @@ impl CopiedSteps {
     pub(super) fn add(&mut self, key: SessionStep, saves: Vec<RankGeneration>) {
         self.awaited.insert(key, saves);
         while self.awaited.len() > MAX_AWAITED {
-            self.unknown = self.awaited.pop_first().map_or_else(Vec::new, |(_, saves)| saves);
+            for save in self.awaited.pop_first().map_or_else(Vec::new, |(_, saves)| saves) {
+                self.leave_unwatched(save);
+            }
         }
     }
 
-    /// Adds the steps that an earlier agent encoded, as far as their slots still hold them. Older ones are unknown.
-    pub(super) fn add_earlier(&mut self, earlier: BTreeMap<SessionStep, Vec<RankGeneration>>) {
-        let oldest = earlier.first_key_value().filter(|(first, _)| self.awaited.first_key_value().is_none_or(|(known, _)| *first <= known));
-        if let Some((_, saves)) = oldest.filter(|_| self.unknown.is_empty()) {
-            let before = |save: &RankGeneration| RankGeneration { generation: save.generation.saturating_sub(1), ..*save };
-            self.unknown = saves.iter().map(before).collect();
-        }
+    /// Adds the steps that an earlier agent encoded, as far as their slots still hold them. `encoded`: newest encoded generation
+    /// of each rank.
+    pub(super) fn add_earlier(&mut self, earlier: BTreeMap<SessionStep, Vec<RankGeneration>>, encoded: &[RankGeneration]) {
         for (key, saves) in earlier {
             self.awaited.entry(key).or_insert(saves);
         }
+        for newest in encoded {
+            let saves = self.awaited.values().flatten().filter(|save| save.rank == newest.rank);
+            let oldest = saves.map(|save| save.generation).min();
+            let before = oldest.map_or(newest.generation, |oldest| oldest.saturating_sub(1));
+            self.leave_unwatched(RankGeneration { generation: before, ..*newest });
+        }
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.awaited.is_empty()
+    fn leave_unwatched(&mut self, save: RankGeneration) {
+        let newest = self.unwatched.entry(save.rank).or_default();
+        *newest = save.generation.max(*newest);
     }
 
-    /// The awaited steps, oldest first.
-    pub(super) fn awaited(&self) -> impl Iterator<Item = SessionStep> + '_ {
-        self.awaited.keys().copied()
+    /// The awaited steps after `decided`, oldest first. The log has decided about the others, so nobody needs copies of them.
+    pub(super) fn awaited(&self, decided: Option<SessionStep>) -> impl Iterator<Item = SessionStep> + '_ {
+        self.awaited.keys().copied().filter(move |key| decided.is_none_or(|decided| *key > decided))
     }
 
     /// Notes that enough hosts have copied a step.
@@ -54,19 +59,20 @@ impl CopiedSteps {
         }
     }
 
-    /// Leaves out steps up to this one: they are committed or given up, so nobody needs copies of them.
-    pub(super) fn forget(&mut self, decided: SessionStep) {
-        self.awaited.retain(|key, _| *key > decided);
+    /// Leaves a step out. Call it once its fate is reported: before, it would count as copied like its successor.
+    pub(super) fn forget(&mut self, key: SessionStep) {
+        self.awaited.remove(&key);
     }
 
     /// What to report; `None` before the first copy.
     pub(super) fn report(&self) -> Option<ReplicatedSaves> {
         let (newest, saves) = self.newest.as_ref()?;
+        let unwatched = self.unwatched.iter().map(|(rank, generation)| RankGeneration { rank: *rank, generation: *generation });
         Some(ReplicatedSaves {
             step: newest.step,
             newest: saves.clone(),
             missing: self.awaited.range(..newest).flat_map(|(_, saves)| saves.iter().copied()).collect(),
-            unknown: self.unknown.clone(),
+            unwatched: unwatched.collect(),
         })
     }
 }
@@ -82,8 +88,12 @@ mod tests {
         SessionStep { attempt: 1, step }
     }
 
+    fn save(rank: u32, generation: u64) -> RankGeneration {
+        RankGeneration { rank, generation }
+    }
+
     fn saves(generation: u64) -> Vec<RankGeneration> {
-        vec![RankGeneration { rank: 3, generation }]
+        vec![save(3, generation)]
     }
 
     #[test]
@@ -96,26 +106,32 @@ mod tests {
         assert_eq!((report.step, report.newest, report.missing), (50, saves(5), [1, 2, 3].map(|number| saves(number)[0]).to_vec()));
         steps.note_copied(key(20));
         assert_eq!(steps.report().unwrap().missing, [saves(1)[0], saves(3)[0]]);
-        steps.forget(key(20));
+        assert_eq!(steps.awaited(Some(key(10))).collect::<Vec<_>>(), [key(30)]);
+        assert_eq!(steps.report().unwrap().missing, [saves(1)[0], saves(3)[0]], "the fate of step 10 is not reported yet");
+        steps.forget(key(10));
         assert_eq!(steps.report().unwrap().missing, saves(3));
         steps.note_copied(key(30));
-        assert!(steps.is_empty() && steps.report().unwrap().missing.is_empty() && steps.report().unwrap().step == 50);
+        assert_eq!((steps.awaited(None).count(), steps.report().unwrap().missing, steps.report().unwrap().step), (0, vec![], 50));
     }
 
     #[test]
-    fn steps_that_are_no_longer_watched_are_unknown() {
+    fn steps_that_wait_too_long_are_unwatched() {
         let mut steps = CopiedSteps::default();
         (1..=MAX_AWAITED as u64 + 2).for_each(|number| steps.add(key(number), saves(number)));
         steps.note_copied(key(MAX_AWAITED as u64 + 2));
-        assert_eq!(steps.report().unwrap().unknown, saves(2));
+        assert_eq!(steps.report().unwrap().unwatched, saves(2));
     }
 
     #[test]
-    fn saves_before_those_in_the_slots_are_unknown_to_a_new_agent() {
+    fn a_new_agent_watches_only_the_saves_that_it_finds() {
         let mut steps = CopiedSteps::default();
-        steps.add_earlier(BTreeMap::from([(key(70), saves(7)), (key(80), saves(8))]));
-        steps.note_copied(key(80));
+        steps.add(key(90), vec![save(1, 9), save(2, 10)]);
+        // The slots of rank 3 hold newer states that are not encoded.
+        let earlier = BTreeMap::from([(key(70), vec![save(1, 7)]), (key(80), vec![save(1, 8), save(2, 9)])]);
+        steps.add_earlier(earlier, &[save(1, 9), save(2, 10), save(3, 4)]);
+        steps.note_copied(key(90));
         let report = steps.report().unwrap();
-        assert_eq!((report.missing, report.unknown), (saves(7), saves(6)));
+        assert_eq!(report.missing, [save(1, 7), save(1, 8), save(2, 9)]);
+        assert_eq!(report.unwatched, [save(1, 6), save(2, 8), save(3, 4)]);
     }
 }

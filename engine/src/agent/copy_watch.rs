@@ -53,7 +53,7 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             waiting_since = None;
         }
         let copies = holders.count_copies(&work).await;
-        let (mut copied, mut is_answering) = (Vec::new(), true);
+        let (mut copied, mut is_answering, mut unknown) = (Vec::new(), true, 0);
         for key in work.awaited_copies() {
             if unfit.contains(&key) || copies.get(&key).is_none_or(|found| *found < peers.replicas as usize) {
                 continue;
@@ -61,8 +61,13 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             match fits_to_first_host(&work, &mut first, &memory, key).await {
                 Ok(Some(true)) => copied.push(key),
                 Ok(Some(false)) => _ = unfit.insert(key),
-                // Host 0 saves in the same order.
-                Ok(None) => break,
+                // Host 0 may come to this step later, or have no part of it.
+                Ok(None) => {
+                    unknown += 1;
+                    if unknown >= MOST_UNKNOWN {
+                        break;
+                    }
+                }
                 Err(error) => {
                     tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
                     (first, is_answering) = (None, false);
@@ -195,6 +200,8 @@ async fn refill_mirror(work: &HostWork, peers: &Peers, refill: &mut Refill) -> R
 
 /// Time without an answer after which the store counts as silent, and between questions to other hosts meanwhile.
 const SILENCE: Duration = Duration::from_secs(3);
+/// Number of steps of which host 0 has no part that are looked at in one turn.
+const MOST_UNKNOWN: usize = 16;
 /// Time for one of these hosts to answer.
 const LEARN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time between attempts while other places lack a part, too.

@@ -159,7 +159,7 @@ impl HostEncoder {
         let (Some(session), Some(store)) = (self.session().await?, self.work.run.tiers.first()) else { return Ok(of_this_agent) };
         let held = Mirror::new(store, &self.memory).steps(session, self.work.run.spec.local_ranks()).await?;
         // Those of an earlier agent, too.
-        let undecided = held.into_iter().filter(|key| !self.work.is_decided(*key)).count() as u64;
+        let undecided = held.into_iter().filter(|key| self.work.waits_for_commit(*key)).count() as u64;
         Ok(of_this_agent.max(undecided))
     }
 
@@ -301,15 +301,17 @@ impl HostEncoder {
             Ok(states) => save(writer, at, parent, ranks.start, &states).await,
             Err(error) => Err(error),
         };
-        let has_decided_more = work.decided_after(self.pruned).is_some();
+        let (pruned, mut will_have_room) = (self.pruned, false);
         if saved.as_ref().is_err_and(is_full) {
             // Also removes what this save has written so far, which would take room from the next attempt.
             self.prune_up_to(work.decided().unwrap_or(FIRST_STEP)).await?;
+            // A commit makes room, and it may have come meanwhile.
+            will_have_room = self.pending().await? > 0 || work.decided_after(pruned).is_some();
         }
         let stored_bytes = match saved {
             Ok(stored_bytes) => stored_bytes,
             // No commit will make room.
-            Err(error) if is_final(&error) || (is_full(&error) && !has_decided_more && self.pending().await? == 0) => {
+            Err(error) if is_final(&error) || (is_full(&error) && !will_have_room) => {
                 work.apply(Event::Dropped(at));
                 let message = match is_full(&error) {
                     true => format!("no space for step {}: {}", key.step, describe_free_space(run.folder.root())),

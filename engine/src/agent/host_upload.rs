@@ -105,6 +105,7 @@ impl Uploader {
                     work.apply(Event::Dropped(key));
                     let generations = if sequence > 0 { generations } else { work.encoded_generations(key) };
                     work.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message: error.to_string() });
+                    work.note_unstorable(key);
                     return;
                 }
                 Err(error) => self.note(&mut backoff, &error).await,

@@ -45,6 +45,8 @@ struct Shared {
     copied: CopiedSteps,
     /// Newest step of the session that is committed or given up. Pruning keeps it and all newer steps.
     decided: Option<SessionStep>,
+    /// Steps that cannot be uploaded, ever.
+    unstorable: BTreeSet<SessionStep>,
 }
 
 /// A step that this host has uploaded.
@@ -74,6 +76,7 @@ impl HostWork {
             fates: BTreeMap::new(),
             copied: CopiedSteps::default(),
             decided: None,
+            unstorable: BTreeSet::new(),
         });
         Self { run, hosts, shared, actions, started: Instant::now(), contact: StoreContact::default() }
     }
@@ -135,21 +138,23 @@ impl HostWork {
     /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
     pub(super) fn await_copies_of_earlier(&self) {
         let earlier = encoded_steps(&self.run);
-        self.lock().copied.add_earlier(earlier);
+        let newest = self.run.read(|_, arenas| {
+            let ranks = self.run.spec.local_ranks();
+            let of = |rank| Some(RankGeneration { rank, generation: arenas.get(rank)?.encoded().unwrap_or(0) });
+            ranks.filter_map(of).collect::<Vec<_>>()
+        });
+        self.lock().copied.add_earlier(earlier, &newest);
     }
 
     /// Whether a step waits for copies.
     pub(super) fn awaits_copies(&self) -> bool {
-        !self.lock().copied.is_empty()
+        !self.awaited_copies().is_empty()
     }
 
     /// Steps that wait for copies, oldest first. Leaves out those that are committed or given up.
     pub(super) fn awaited_copies(&self) -> Vec<SessionStep> {
-        let mut shared = self.lock();
-        if let Some(decided) = shared.decided {
-            shared.copied.forget(decided);
-        }
-        shared.copied.awaited().collect()
+        let shared = self.lock();
+        shared.copied.awaited(shared.decided).collect()
     }
 
     /// Reports the steps that enough hosts have copied.
@@ -183,7 +188,7 @@ impl HostWork {
                 known
             };
             if let Some(fate) = known {
-                report(&self.run, key, step, fate);
+                self.report(key, step, fate);
             }
         }
         self.apply(Event::Uploaded(key));
@@ -200,7 +205,7 @@ impl HostWork {
             (shared.uploaded.remove(&key), shared.encoded.contains(&key))
         };
         match uploaded {
-            Some(step) => report(&self.run, key, step, fate),
+            Some(step) => self.report(key, step, fate),
             // Reported after the upload.
             None if waits => {}
             // An earlier agent uploaded the step.
@@ -232,8 +237,29 @@ impl HostWork {
 
     fn report_found(&self, key: SessionStep, fate: Fate) {
         if let Some(generations) = encoded_steps(&self.run).remove(&key) {
-            report(&self.run, key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+            self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
         }
+    }
+
+    fn report(&self, key: SessionStep, step: UploadedStep, fate: Fate) {
+        report(&self.run, key, step, fate);
+        self.lock().copied.forget(key);
+    }
+
+    /// Notes that the uploader has given a step up, which the log may never decide about.
+    pub(super) fn note_unstorable(&self, key: SessionStep) {
+        let mut shared = self.lock();
+        shared.copied.forget(key);
+        shared.unstorable.insert(key);
+        while shared.unstorable.len() > MAX_FATES {
+            shared.unstorable.pop_first();
+        }
+    }
+
+    /// Whether a step in the mirror waits for its commit.
+    pub(super) fn waits_for_commit(&self, key: SessionStep) -> bool {
+        let shared = self.lock();
+        shared.decided.is_none_or(|decided| key > decided) && !shared.unstorable.contains(&key)
     }
 }
 

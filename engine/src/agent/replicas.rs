@@ -48,8 +48,9 @@ pub(super) fn spawn_peer_tasks(run: &Arc<Run>) -> Vec<JoinHandle<()>> {
     let (Some(peers), Some(hosts)) = (run.spec.peers.clone(), run.spec.hosts.clone()) else { return Vec::new() };
     let own = hosts.position();
     let placement = Placement::of(&peers);
-    let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement });
     let observed = placement.observed(own, TOLERATED_LOSSES);
+    let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement, observed });
+    let observed = context.observed.clone();
     for host in &observed {
         run.replicas().observe(*host, &context.address(*host), Instant::now());
     }
@@ -64,6 +65,8 @@ struct Context {
     /// Number of this host.
     own: u32,
     placement: Placement,
+    /// Hosts that this host observes.
+    observed: Vec<u32>,
 }
 
 impl Context {
@@ -85,7 +88,7 @@ impl Context {
 
     /// Bytes that the copy of one host may grow now. Hosts that are copied at the same time share what is free.
     fn room(&self) -> Result<u64> {
-        let held = self.placement.observed(self.own, TOLERATED_LOSSES).into_iter().filter(|host| self.holds(*host)).count() as u64;
+        let held = self.observed.iter().filter(|host| self.holds(**host)).count() as u64;
         let free = self.run.cap.saturating_sub(encoded_bytes(&self.run.folder)?);
         Ok(free.checked_div(held).unwrap_or(free))
     }

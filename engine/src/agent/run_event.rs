@@ -156,8 +156,8 @@ pub(super) struct ReplicatedSaves {
     pub newest: Vec<RankGeneration>,
     /// Older saves without copies.
     pub missing: Vec<RankGeneration>,
-    /// Of saves up to these, it is not known which have copies.
-    pub unknown: Vec<RankGeneration>,
+    /// Newest save of each rank whose copies are not watched. Older ones are not watched, either.
+    pub unwatched: Vec<RankGeneration>,
 }
 
 /// A save of a rank.

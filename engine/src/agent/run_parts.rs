@@ -29,7 +29,7 @@ pub(super) struct RankState {
     pub replicated: u64,
     /// Earlier generations of which they have none.
     pub not_replicated: Vec<u64>,
-    /// Up to this generation, it is not known which have copies.
+    /// Newest generation whose copies are not watched. Older ones are not watched, either.
     pub replicated_after: u64,
     /// Newest generation that is committed in the first tier.
     pub durable: u64,

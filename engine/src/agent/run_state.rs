@@ -124,7 +124,7 @@ impl RunState {
                         saves.iter().filter(|save| save.rank == rank).map(|save| save.generation).collect()
                     };
                     state.not_replicated = of_rank(&saves.missing);
-                    state.replicated_after = of_rank(&saves.unknown).into_iter().fold(0, u64::max);
+                    state.replicated_after = of_rank(&saves.unwatched).into_iter().fold(0, u64::max);
                 }
                 self.replicated_step = Some(saves.step);
                 Vec::new()

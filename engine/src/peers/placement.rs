@@ -13,7 +13,7 @@
 //! host 2 is gone:               0 -> 4   1 -> 3            ...   6 -> 0   7 -> 1
 //! ```
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::peers_option::Peers;
 
@@ -81,16 +81,19 @@ impl Placement {
     /// Hosts that `host` observes, ascending: those that it copies now, those that it would copy if up to `losses` hosts were
     /// gone, and the holders that it would follow.
     pub(crate) fn observed(&self, host: u32, losses: u32) -> Vec<u32> {
-        let mut observed = BTreeSet::new();
+        self.observed_by_each(losses).remove(&host).unwrap_or_default().into_iter().collect()
+    }
+
+    /// The same for each host that observes others.
+    pub(crate) fn observed_by_each(&self, losses: u32) -> BTreeMap<u32, BTreeSet<u32>> {
+        let mut observed: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
         for source in 0..self.hosts {
             let holders = self.possible_holders(source, losses);
-            if let Some(position) = holders.iter().position(|holder| *holder == host) {
-                observed.insert(source);
-                observed.extend(holders.into_iter().take(position));
+            for (position, holder) in holders.iter().enumerate() {
+                observed.entry(*holder).or_default().extend(holders.iter().take(position).chain([&source]));
             }
         }
-        observed.remove(&host);
-        observed.into_iter().collect()
+        observed
     }
 
     fn domain(&self, host: u32) -> u32 {
