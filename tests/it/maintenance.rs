@@ -588,7 +588,7 @@ async fn empty_blobs_between_large_ones_are_verified() {
     for (step, sizes) in
         [(1, [16 << 20, 0, 9 << 20]), (2, [16 << 20, 9 << 20, 0]), (3, [0, 0, 16 << 20]), (4, [(8 << 20) - 64, 0, 9 << 20])]
     {
-        let blob = |(number, bytes): (usize, usize)| Blob { rank: 0, name: format!("{number}").into(), data: large[..bytes].into() };
+        let blob = |(number, bytes): (usize, usize)| Blob { rank: 0, name: format!("{number}"), data: large[..bytes].into() };
         let blobs: Vec<Blob<'_>> = sizes.into_iter().enumerate().map(blob).collect();
         store.writer(Policy::Full).await.unwrap().save(step, &[], &blobs, &Metadata::default()).await.unwrap();
         let options = VerifyOptions { step: Some(step), ..VerifyOptions::default() };
