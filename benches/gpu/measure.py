@@ -158,8 +158,12 @@ class Bench:
 
         for name, asynchronous in (("`Engine.begin_save`, waited for before the update", True), ("`Engine.save`", False)):
             with self.engine("stall") as engine:
-                engine.save(self.training.state(), step=self.training.step)
-                self.training.one_step()
+                # Both slots are in use and registered with CUDA, as later in a run.
+                for _ in range(2):
+                    engine.save(self.training.state(), step=self.training.step)
+                    self.training.one_step()
+                    assert engine.wait("durable", 600).reached
+                engine._arena.is_registered()
 
                 def begin(engine: tensorcask.Engine = engine) -> Any:
                     return engine.begin_save(self.training.state(), step=self.training.step)
@@ -224,7 +228,10 @@ class Bench:
         with self.engine("restore") as engine:
             engine.save(self.training.state(), step=self.training.step)
             out = self.training.state()
+            engine._arena.is_registered()
             self.row("`Engine.restore(out=)`, raw in memory", self.repeat(lambda: engine.restore(out=out)))
+            engine._arena.forget()
+            self.row("the same, memory not registered", self.repeat(lambda: engine.restore(out=out)))
             assert engine.wait("durable", 600).reached
             store = tensorcask.Store(self.folder / "restore")
             self.row('`Store.load(device="cuda")`, a base on a warm disk', self.repeat(lambda: store.load(device="cuda")))
