@@ -11,7 +11,7 @@ use tensorcask::{Result, Store};
 
 use super::copies::Copies;
 use super::first_host::FirstHost;
-use super::host_work::HostWork;
+use super::host_work::{HostWork, has_arenas};
 use crate::other_hosts::OtherHosts;
 use crate::peers::{Peer, Placement, ResponseLimits, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
@@ -24,11 +24,11 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
     let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
     loop {
         tokio::time::sleep(POLL).await;
-        if !found_earlier && work.has_arenas() {
+        if !found_earlier && has_arenas(run) {
             work.await_copies_of_earlier();
             found_earlier = true;
         }
-        if was_whole && !work.awaits_copies() {
+        if was_whole && work.awaited_copies().is_empty() {
             continue;
         }
         match refill_mirror(&work, &peers, &mut refill).await {
@@ -44,7 +44,7 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
                 continue;
             }
         }
-        if !work.awaits_copies() {
+        if work.awaited_copies().is_empty() {
             continue;
         }
         // The store may have gone away before this host had read the last commits. Without them, nobody can copy its deltas.

@@ -9,7 +9,7 @@ use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, SessionSurvey, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::host_work::{Fate, HostWork};
+use super::host_work::{Fate, HostWork, has_arenas};
 use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
@@ -99,7 +99,7 @@ impl Committer {
             self.begin().await;
         }
         // An earlier agent may have uploaded what is in the arenas.
-        if self.earlier == Earlier::Unknown && self.work.has_arenas() {
+        if self.earlier == Earlier::Unknown && has_arenas(&self.work.run) {
             self.earlier = Earlier::Asked;
             self.work.apply(Event::Rejoin);
         }

@@ -122,7 +122,7 @@ impl HostEncoder {
 
     /// Removes older steps from the mirror, if the log has passed more of them since.
     async fn prune(&mut self) -> Result<()> {
-        match self.work.decided_after(self.pruned) {
+        match self.work.decided().filter(|decided| Some(*decided) != self.pruned) {
             Some(decided) => self.prune_up_to(decided).await,
             None => Ok(()),
         }
@@ -306,7 +306,7 @@ impl HostEncoder {
             // Also removes what this save has written so far, which would take room from the next attempt.
             self.prune_up_to(work.decided().unwrap_or(FIRST_STEP)).await?;
             // A commit makes room, and it may have come meanwhile.
-            will_have_room = self.pending().await? > 0 || work.decided_after(pruned).is_some();
+            will_have_room = self.pending().await? > 0 || work.decided().is_some_and(|decided| Some(decided) != pruned);
         }
         let stored_bytes = match saved {
             Ok(stored_bytes) => stored_bytes,

@@ -118,16 +118,6 @@ impl HostWork {
         self.lock().decided
     }
 
-    /// The newest step that is committed or given up, if it differs from that of an earlier pruning.
-    pub(super) fn decided_after(&self, pruned: Option<SessionStep>) -> Option<SessionStep> {
-        self.lock().decided.filter(|decided| Some(*decided) != pruned)
-    }
-
-    /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
-    pub(super) fn encoded_generations(&self, key: SessionStep) -> Vec<RankGeneration> {
-        encoded_steps(&self.run).remove(&key).unwrap_or_default()
-    }
-
     /// Notes that this agent has encoded a step, which will be uploaded.
     pub(super) fn note_encoded(&self, key: SessionStep, generations: &[RankGeneration]) {
         let mut shared = self.lock();
@@ -144,11 +134,6 @@ impl HostWork {
             ranks.filter_map(of).collect::<Vec<_>>()
         });
         self.lock().copied.add_earlier(earlier, &newest);
-    }
-
-    /// Whether a step waits for copies.
-    pub(super) fn awaits_copies(&self) -> bool {
-        !self.awaited_copies().is_empty()
     }
 
     /// Steps that wait for copies, oldest first. Leaves out those that are committed or given up.
@@ -230,11 +215,6 @@ impl HostWork {
         }
     }
 
-    /// Whether all ranks of this host have an arena.
-    pub(super) fn has_arenas(&self) -> bool {
-        self.run.read(|_, arenas| arenas.all(self.run.spec.local_ranks())).is_some()
-    }
-
     fn report_found(&self, key: SessionStep, fate: Fate) {
         if let Some(generations) = encoded_steps(&self.run).remove(&key) {
             self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
@@ -307,6 +287,16 @@ impl StoreContact {
     pub(super) fn has_answered_since(&self, since: Instant) -> bool {
         self.answered.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|answered| answered > since)
     }
+}
+
+/// Whether all ranks of this host have an arena.
+pub(super) fn has_arenas(run: &Run) -> bool {
+    run.read(|_, arenas| arenas.all(run.spec.local_ranks())).is_some()
+}
+
+/// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
+pub(super) fn encoded_generations(run: &Run, key: SessionStep) -> Vec<RankGeneration> {
+    encoded_steps(run).remove(&key).unwrap_or_default()
 }
 
 /// Encoded states of this session that are still in their slots.
