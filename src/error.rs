@@ -189,6 +189,11 @@ impl Error {
         matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
     }
 
+    /// Whether an object is there and its bytes cannot be used.
+    pub(crate) fn is_damaged_object(&self) -> bool {
+        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded)
+    }
+
     /// Whether a commit was refused because garbage collection might delete its objects before it is done: they were written too
     /// long ago. Only a commit with other objects can succeed.
     pub fn is_too_late(&self) -> bool {

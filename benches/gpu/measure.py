@@ -102,7 +102,7 @@ class Bench:
         for name, registers in (("`Engine.save`", True), ("`Engine.save`, memory not registered", False)):
             with self.engine("copies", back_pressure="wait") as engine:
                 if not registers:
-                    engine._arena._goes_on_with = lambda mapping, device: None
+                    engine._arena._rest_to_register = lambda mapping, device: None
                 first = seconds(lambda: engine.save(self.training.state(), step=self.training.step))
                 while (thread := engine._arena._thread) is not None and thread.is_alive():
                     self.while_registering.append(seconds(self.training.one_step))

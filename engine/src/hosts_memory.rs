@@ -155,7 +155,7 @@ pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str, lef
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(false) };
     // Made before, by this rank or another of this host.
     let wait = SurveyWait { timeout: Duration::ZERO, entry: None };
-    // Without what this reader knew, and not what other ranks have noted since: else each would note another copy.
+    // The copy that this reader has read. Other ranks may have noted it since, and must not make this one note the next copy.
     let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(left_out);
     match survey.first_copy(path) {
         Some(copy) => note_damaged_copy(run, copy).map(|()| true),

@@ -207,7 +207,7 @@ fn kind_of(name: &str) -> ErrorKind {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Failure, Progress, Until};
 
     #[test]
     fn a_save_without_copies_is_not_replicated_although_a_newer_one_is() {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyDict;
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
 use tensorcask_engine::{
-    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls,
-    Peers, Restored, RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
+    AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
+    Until, agent_status, agree, run_agent, stop_agent,
 };
 
-use crate::buffer::{Target, writable_some};
 use crate::errors::raise;
+use crate::room::{Memory, Room, rooms_of};
 use crate::writer::{Lent, NamedBytes, Shard, metadata_of, poisoned};
 
 /// Interval between checks for signals.
@@ -406,82 +406,6 @@ fn place_of(source: &Source) -> Place {
         Source::Hosts => ("hosts", None),
         Source::Tier(_, url) => ("tier", Some(url.clone())),
     }
-}
-
-/// Question to Python about a state that was found: the step, a row for each tensor, and the blobs.
-struct Question {
-    step: u64,
-    rows: Vec<Row>,
-    blobs: Vec<(u32, String, Vec<u8>)>,
-}
-
-/// Name, dtype, global shape, first index and extent per dimension, and the name of an earlier tensor that it is tied
-/// to.
-type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>);
-
-/// Where a tensor goes.
-enum Room {
-    /// It is not wanted.
-    Nowhere,
-    /// Memory owned by Python.
-    Memory(Target),
-    /// A function of Python that reads it once the restore is done.
-    Reader(Py<PyAny>),
-}
-
-/// Memory for a restore. Python provides it when the state to restore is known.
-struct Memory {
-    ask: Sender<Question>,
-    answers: Receiver<Option<Vec<Room>>>,
-    rooms: Vec<Room>,
-}
-
-impl Destination for Memory {
-    fn prepare(&mut self, found: &Restored<'_>) -> tensorcask::Result<()> {
-        let row = |tensor: &RestoredTensor<'_>| {
-            let first = tensor.tied_to.and_then(|first| found.tensors.get(first)).map(|first| first.name.clone());
-            let (offset, extent) = (tensor.rect.offset.clone(), tensor.rect.shape.clone());
-            (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone(), offset, extent, first)
-        };
-        let question = Question {
-            step: found.step,
-            rows: found.tensors.iter().map(row).collect(),
-            blobs: found.blobs.iter().map(|blob| (blob.rank, blob.name.clone(), blob.data.to_vec())).collect(),
-        };
-        let refused = || Error::invalid("no buffer was given for the restored state");
-        self.ask.send(question).map_err(|_| refused())?;
-        self.rooms = self.answers.recv().ok().flatten().ok_or_else(refused)?;
-        Ok(())
-    }
-
-    fn buffers(&mut self) -> tensorcask::Result<Vec<Option<&mut [u8]>>> {
-        writable_rooms(&mut self.rooms).map_err(Error::invalid)
-    }
-
-    fn borrows(&self, tensor: usize) -> bool {
-        matches!(self.rooms.get(tensor), Some(Room::Reader(_)))
-    }
-}
-
-fn writable_rooms(rooms: &mut [Room]) -> Result<Vec<Option<&mut [u8]>>, &'static str> {
-    writable_some(rooms.iter_mut().map(|room| match room {
-        Room::Memory(target) => Some(target),
-        Room::Nowhere | Room::Reader(_) => None,
-    }))
-}
-
-/// Asks Python for the destinations of tensors.
-fn rooms_of(py: Python<'_>, question: Question, places: &Py<PyAny>) -> PyResult<Vec<Room>> {
-    let blobs: Vec<_> = question.blobs.iter().map(|(rank, name, data)| (rank, name, PyBytes::new(py, data))).collect();
-    let given: Vec<Option<Bound<'_, PyAny>>> = places.bind(py).call1((question.step, question.rows, blobs))?.extract()?;
-    let room = |given: Option<Bound<'_, PyAny>>| match given {
-        None => Ok(Room::Nowhere),
-        Some(reader) if reader.is_callable() => Ok(Room::Reader(reader.unbind())),
-        Some(buffer) => Target::new(&buffer).map(Room::Memory),
-    };
-    let mut rooms = given.into_iter().map(room).collect::<PyResult<Vec<Room>>>()?;
-    writable_rooms(&mut rooms).map_err(PyValueError::new_err)?;
-    Ok(rooms)
 }
 
 fn duration(name: &str, seconds: f64) -> PyResult<Duration> {

@@ -12,6 +12,8 @@ mod engine;
 mod errors;
 mod logging;
 mod precision;
+#[cfg(target_os = "linux")]
+mod room;
 mod snapshot;
 mod store;
 mod table;

@@ -71,7 +71,7 @@ class Arena:
             message = f"CUDA registered {self._registered} of {self._mapping.bytes} bytes (cudaHostRegister); copies of the rest are slower"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _goes_on_with(self, mapping: _native.ArenaMapping, device: Any) -> Callable[[], None] | None:
+    def _rest_to_register(self, mapping: _native.ArenaMapping, device: Any) -> Callable[[], None] | None:
         """Returns a function that registers the rest of the memory after a copy; None if that is done, or was refused."""
         known = self._mapping
         if known is None or (known.address, known.bytes) != (mapping.address, mapping.bytes):
@@ -148,7 +148,7 @@ class Arena:
                 if source.device not in copies.streams:
                     mapping = saving.mapping()
                     if mapping is not None and copies.then is None:
-                        copies.then = self._goes_on_with(mapping, source.device)
+                        copies.then = self._rest_to_register(mapping, source.device)
                     stream = self._streams.setdefault(source.device, torch.cuda.Stream(source.device))
                     stream.wait_stream(torch.cuda.current_stream(source.device))
                     copies.streams[source.device] = stream

@@ -48,8 +48,8 @@ def runtime(monkeypatch):
 
 def test_memory_is_registered_in_pieces_and_forgotten(runtime):
     arena = _device.Arena()
-    arena._goes_on_with(MAPPING, "cuda:0")()
-    assert arena.is_registered() and arena._goes_on_with(MAPPING, "cuda:0") is None
+    arena._rest_to_register(MAPPING, "cuda:0")()
+    assert arena.is_registered() and arena._rest_to_register(MAPPING, "cuda:0") is None
     assert runtime.registered == {MAPPING.address + at: min(256, 1000 - at) for at in range(0, 1000, 256)}
     assert arena.forget() and not runtime.registered and not arena.is_registered()
 
@@ -57,7 +57,7 @@ def test_memory_is_registered_in_pieces_and_forgotten(runtime):
 def test_a_copy_stops_the_thread_and_the_next_one_goes_on(runtime):
     arena = _device.Arena()
     runtime.block = threading.Event()
-    arena._goes_on_with(MAPPING, "cuda:0")()
+    arena._rest_to_register(MAPPING, "cuda:0")()
     runtime.entered.wait()
     stopping = threading.Thread(target=arena._stop)
     stopping.start()
@@ -66,17 +66,17 @@ def test_a_copy_stops_the_thread_and_the_next_one_goes_on(runtime):
     stopping.join()
     assert runtime.registered == {MAPPING.address: 256} and arena._registered == 256
     assert list(arena._spans(MAPPING.address + 100, 400)) == [(0, 156), (156, 244)]
-    arena._goes_on_with(MAPPING, "cuda:0")()
+    arena._rest_to_register(MAPPING, "cuda:0")()
     assert arena.is_registered() and len(runtime.registered) == 4
 
 
 def test_a_piece_that_is_refused_is_not_tried_again(runtime):
     runtime.refused = MAPPING.address + 512
     arena = _device.Arena()
-    arena._goes_on_with(MAPPING, "cuda:0")()
+    arena._rest_to_register(MAPPING, "cuda:0")()
     with pytest.warns(RuntimeWarning, match="registered 512 of 1000 bytes"):
         assert not arena.is_registered()
-    assert runtime.calls == 3 and arena._goes_on_with(MAPPING, "cuda:0") is None
+    assert runtime.calls == 3 and arena._rest_to_register(MAPPING, "cuda:0") is None
     assert arena.forget() and not runtime.registered
 
 

@@ -43,10 +43,10 @@ pub struct StoreOptions {
     /// | key | environment | default | meaning |
     /// |---|---|---|---|
     /// | `contact_timeout` | `TENSORCASK_CONTACT_TIMEOUT` | `5s` | time for which the first request to a server is retried |
-    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | `3m` | time for which each later request is retried; below 5 min |
+    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | 17 retries, about 1 min | time for which each later request is retried; below 5 min |
     ///
     /// A server counts as contacted after its first answer, whatever the status. A wrong endpoint or missing
-    /// credentials are therefore reported within seconds, while a long run survives a storage outage of a few minutes.
+    /// credentials are therefore reported within seconds, while later requests survive an outage of the storage.
     pub config: BTreeMap<String, String>,
     /// Whether files and folders on local disk are synced before a save is acknowledged. Without fsync, a power cut
     /// loses acknowledged snapshots.

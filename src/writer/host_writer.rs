@@ -12,7 +12,7 @@ use crate::commit::{
     Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest, refuse_features,
 };
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
-use crate::{Blob, Error, ErrorKind, Metadata, Result, Store, TensorView, boxed};
+use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
@@ -222,7 +222,7 @@ impl HostWriter {
             }
             let manifest = match read_manifest(&self.memory, &place).await {
                 Ok(manifest) => manifest,
-                Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
+                Err(error) if error.is_damaged_object() => {
                     tracing::error!(%error, "a manifest is damaged in memory; the parent is not read from memory");
                     return Ok(false);
                 }

@@ -64,7 +64,7 @@ impl CopiedSteps {
         self.awaited.remove(&key);
     }
 
-    /// What to report; `None` before the first copy.
+    /// Returns the saves to report; `None` before the first copy.
     pub(super) fn report(&self) -> Option<ReplicatedSaves> {
         let (newest, saves) = self.newest.as_ref()?;
         let unwatched = self.unwatched.iter().map(|(rank, generation)| RankGeneration { rank: *rank, generation: *generation });
@@ -82,7 +82,12 @@ const MAX_AWAITED: usize = 1024;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::BTreeMap;
+
+    use tensorcask::wire::SessionStep;
+
+    use super::{CopiedSteps, MAX_AWAITED};
+    use crate::agent::run_event::RankGeneration;
 
     fn key(step: u64) -> SessionStep {
         SessionStep { attempt: 1, step }

@@ -44,7 +44,8 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
                 continue;
             }
         }
-        if work.awaited_copies().is_empty() {
+        let awaited = work.awaited_copies();
+        if awaited.is_empty() {
             continue;
         }
         // The store may have gone away before this host had read the last commits. Without them, nobody can copy its deltas.
@@ -53,8 +54,8 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             waiting_since = None;
         }
         let copies = holders.count_copies(&work).await;
-        let (mut copied, mut is_answering, mut unknown) = (Vec::new(), true, 0);
-        for key in work.awaited_copies() {
+        let (mut copied, mut unknown) = (Vec::new(), 0);
+        for key in awaited.iter().copied() {
             if unfit.contains(&key) || copies.get(&key).is_none_or(|found| *found < peers.replicas as usize) {
                 continue;
             }
@@ -70,14 +71,13 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
                 }
                 Err(error) => {
                     tracing::debug!(run = run.spec.run, step = key.step, %error, "cannot read the parent that host 0 chose");
-                    (first, is_answering) = (None, false);
+                    first = None;
                     break;
                 }
             }
         }
-        let awaited: BTreeSet<SessionStep> = work.awaited_copies().into_iter().collect();
         unfit.retain(|key| awaited.contains(key));
-        if !copied.is_empty() && is_answering {
+        if !copied.is_empty() {
             waiting_since = None;
         }
         work.report_copies(&copied);

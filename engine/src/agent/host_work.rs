@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use super::copied_steps::CopiedSteps;
 use super::run::Run;
-use super::run_event::{Event as RunEvent, RankGeneration, Upload};
+use super::run_event::{Event as RunEvent, RankGeneration, ReplicatedSaves, Upload};
 use super::save_log::UploadTimes;
 use crate::clock::now_ms;
 use crate::host_notes::HostNotes;
@@ -45,6 +45,8 @@ struct Shared {
     copied: CopiedSteps,
     /// Newest step of the session that is committed or given up. Pruning keeps it and all newer steps.
     decided: Option<SessionStep>,
+    /// Last report of copies.
+    reported: Option<ReplicatedSaves>,
     /// Steps that cannot be uploaded, ever.
     unstorable: BTreeSet<SessionStep>,
 }
@@ -76,6 +78,7 @@ impl HostWork {
             fates: BTreeMap::new(),
             copied: CopiedSteps::default(),
             decided: None,
+            reported: None,
             unstorable: BTreeSet::new(),
         });
         Self { run, hosts, shared, actions, started: Instant::now(), contact: StoreContact::default() }
@@ -142,12 +145,16 @@ impl HostWork {
         shared.copied.awaited(shared.decided).collect()
     }
 
-    /// Reports the steps that enough hosts have copied.
+    /// Notes the steps that enough hosts have copied, and reports what is new.
     pub(super) fn report_copies(&self, copied: &[SessionStep]) {
         let report = {
             let mut shared = self.lock();
             copied.iter().for_each(|key| shared.copied.note_copied(*key));
-            shared.copied.report()
+            let report = shared.copied.report().filter(|report| shared.reported.as_ref() != Some(report));
+            if report.is_some() {
+                shared.reported.clone_from(&report);
+            }
+            report
         };
         if let Some(report) = report {
             self.run.apply(RunEvent::Replicated(report));

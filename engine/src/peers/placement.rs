@@ -84,7 +84,7 @@ impl Placement {
         self.observed_by_each(losses).remove(&host).unwrap_or_default().into_iter().collect()
     }
 
-    /// The same for each host that observes others.
+    /// For each host, the hosts that it observes: see [`observed`](Self::observed).
     pub(crate) fn observed_by_each(&self, losses: u32) -> BTreeMap<u32, BTreeSet<u32>> {
         let mut observed: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
         for source in 0..self.hosts {
