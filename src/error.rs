@@ -32,6 +32,11 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
+    /// Whether an object is there and its bytes cannot be used.
+    pub(crate) fn is_damaged_object(self) -> bool {
+        matches!(self, Self::Corrupt | Self::LimitExceeded)
+    }
+
     /// Returns the name used in JSON output and by conformance adapters.
     pub fn name(self) -> &'static str {
         match self {
@@ -187,11 +192,6 @@ impl Error {
     /// Whether stored objects are unusable, as opposed to a storage that fails now.
     pub fn is_damage(&self) -> bool {
         matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
-    }
-
-    /// Whether an object is there and its bytes cannot be used.
-    pub(crate) fn is_damaged_object(&self) -> bool {
-        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded)
     }
 
     /// Whether a commit was refused because garbage collection might delete its objects before it is done: they were written too

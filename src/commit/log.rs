@@ -358,7 +358,7 @@ async fn begin_with_catalog(log: &mut Log, catalogs: &[String]) -> Result<Option
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 Error::new(ErrorKind::Storage, "the storage lists this catalog, but does not return it; try again").object(name).source(e)
             }
-            Err(e) if e.is_damaged_object() => e,
+            Err(e) if e.kind().is_damaged_object() => e,
             // A storage that fails now does not prove that the catalog is damaged.
             Err(e) => return Err(e),
         };

@@ -186,7 +186,7 @@ impl Mirror {
     async fn manifest_in_memory(&self, place: &ManifestPlace) -> Result<Option<Manifest>> {
         match read_manifest(&self.memory, place).await {
             Ok(manifest) => Ok(Some(manifest)),
-            Err(e) if e.is_damaged_object() => Ok(None),
+            Err(e) if e.kind().is_damaged_object() => Ok(None),
             Err(e) => Err(e),
         }
     }

@@ -123,7 +123,7 @@ impl Mirror {
     async fn put_entry(&self, sequence: u64, bytes: Bytes) -> Result<()> {
         let (path, limits) = (LogEntry::path_of(sequence), self.memory.limits());
         let error = match self.memory.objects().create_unique(&path, bytes.clone()).await {
-            Err(e) if e.is_damaged_object() => e,
+            Err(e) if e.kind().is_damaged_object() => e,
             created => return created,
         };
         LogEntry::decode(&bytes, sequence, limits).in_object(path.as_str())?;

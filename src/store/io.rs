@@ -105,7 +105,7 @@ impl Objects {
             return self.put_whole(object, PutPayload::from(bytes)).await;
         }
         match self.create_unique(object, bytes.clone()).await {
-            Err(e) if e.is_damaged_object() => {
+            Err(e) if e.kind().is_damaged_object() => {
                 tracing::warn!(object, "the object is damaged; writing it again");
                 self.put_whole(object, PutPayload::from(bytes)).await
             }

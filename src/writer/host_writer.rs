@@ -222,7 +222,7 @@ impl HostWriter {
             }
             let manifest = match read_manifest(&self.memory, &place).await {
                 Ok(manifest) => manifest,
-                Err(error) if error.is_damaged_object() => {
+                Err(error) if error.kind().is_damaged_object() => {
                     tracing::error!(%error, "a manifest is damaged in memory; the parent is not read from memory");
                     return Ok(false);
                 }
