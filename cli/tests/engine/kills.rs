@@ -237,6 +237,9 @@ fn an_agent_killed_during_a_takeover_is_replaced() {
     std::fs::write(&path, seen.to_string()).unwrap();
     save(&mut engine, 61);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let tier = seen["tiers"].as_object().unwrap().values().next().unwrap();
+    assert_eq!((&tier["writer"], &tier["taking_over"]), (&written, &serde_json::Value::Null), "the note is made up for");
     // Exactly between the note and the log entry, on a host that has never written to the store: the next agent takes
     // the store over, unless another job has taken it over since.
     for (step, id, from, expected) in [(62, new, &written, Ok(true)), (63, other, &other.into(), Err(ErrorKind::Fenced))] {

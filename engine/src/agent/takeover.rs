@@ -81,6 +81,11 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
             // Fails if another job has written to the tier.
             _ => copier.go_on_as(&earlier).await?,
         }
+        // An earlier agent took the tier over, and was killed before it could note that.
+        if let Some(takeover) = known.taking_over {
+            let latest = copier.latest().map(|latest| latest.id);
+            KnownTiers::update(&run.folder, url, |known| known.taken_over(latest, id, takeover.from))?;
+        }
     }
     let latest = copier.latest().map(|latest| Commit { step: latest.step, time_ms: latest.time_ms });
     run.apply(Event::TierTakenOver { tier, orders, latest });
