@@ -121,6 +121,11 @@ impl RunFolder {
         self.root.join("session.json")
     }
 
+    /// Path of the notes about the steps that wait for their commit.
+    pub(crate) fn undecided_saves(&self) -> PathBuf {
+        self.root.join("undecided.json")
+    }
+
     /// Whether a trainer has finished the run.
     pub(crate) fn is_finished(&self) -> bool {
         finished_mark(&self.root).exists()
@@ -207,6 +212,7 @@ impl RunFolder {
             remove_file(&self.rank(rank).new_arena())?;
         }
         remove_file(&self.root.join(NOTED_FAILURES))?;
+        remove_file(&self.undecided_saves())?;
         remove_file(&self.known_tiers())?;
         remove_file(&self.spec())?;
         self.mark_active()

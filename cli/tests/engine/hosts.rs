@@ -424,6 +424,36 @@ fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
 }
 
 #[test]
+fn a_new_agent_knows_an_older_save_that_is_given_up_later() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    // Only host 1 saves step 2.
+    start.save(1, 2);
+    start.wait(1, Until::Encoded);
+    // So many more steps that step 2 is in no slot any more.
+    for step in 3..=8 {
+        start.save(1, step);
+        start.wait(1, Until::Encoded);
+    }
+    job.hosts[1].signal_agent(Signal::KILL);
+    job.hosts[1].agent_is_gone();
+    let _agent = job.hosts[1].start_agent(&[]);
+    for step in 3..=8 {
+        start.save(0, step);
+        start.save(2, step);
+    }
+    start.wait_all();
+    for engine in &mut start.engines[2..4] {
+        let waited = engine.wait_for(2, Until::Durable, LONG).unwrap();
+        assert!(!waited.reached && waited.failures[0].message.contains("did not save"), "{waited:?}");
+        assert!(engine.wait_for(3, Until::Durable, LONG).unwrap().reached);
+    }
+    assert_eq!(job.steps(), [1, 3, 4, 5, 6, 7, 8]);
+}
+
+#[test]
 fn a_lost_host_costs_no_step_that_another_host_has_copied() {
     let mut job = Job::new().with_peers();
     let mut start = job.start("first", 1);

@@ -27,8 +27,7 @@ impl CopiedSteps {
         }
     }
 
-    /// Adds the steps that an earlier agent encoded, as far as their slots still hold them. `encoded`: newest encoded generation
-    /// of each rank.
+    /// Adds the undecided steps that an earlier agent encoded. `encoded`: newest encoded generation of each rank.
     pub(super) fn add_earlier(&mut self, earlier: BTreeMap<SessionStep, Vec<RankGeneration>>, encoded: &[RankGeneration]) {
         for (key, saves) in earlier {
             self.awaited.entry(key).or_insert(saves);

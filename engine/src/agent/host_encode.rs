@@ -322,6 +322,7 @@ impl HostEncoder {
             }
             Err(error) => return Err(error),
         };
+        work.note_encoded(at, &generations);
         // Marked before any slot is released: a later agent then releases the slots instead of waiting for all ranks.
         taken.iter().zip(arenas).try_for_each(|(taken, arena)| arena.raise_encoded(taken.generation()))?;
         remove_former_ranks(run);
@@ -340,7 +341,6 @@ impl HostEncoder {
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(at);
-        work.note_encoded(at, &generations);
         // Fails only if the uploader has ended, together with this run.
         let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: at, sequence: self.saves, generations }));
         Ok(true)

@@ -12,7 +12,7 @@ use tokio::sync::OnceCell;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::encode::is_final;
-use super::host_work::{HostWork, UploadedStep, encoded_generations};
+use super::host_work::{HostWork, UploadedStep};
 use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
 use crate::clock::now_ms;
@@ -103,7 +103,7 @@ impl Uploader {
                 Err(_) if work.has_passed(key) => break,
                 Err(error) if is_final(&error) || error.kind() == ErrorKind::Conflict => {
                     work.apply(Event::Dropped(key));
-                    let generations = if sequence > 0 { generations } else { encoded_generations(&work.run, key) };
+                    let generations = if sequence > 0 { generations } else { work.undecided_saves(key).unwrap_or_default() };
                     work.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message: error.to_string() });
                     work.note_unstorable(key);
                     return;

@@ -15,6 +15,7 @@ use super::copied_steps::CopiedSteps;
 use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, ReplicatedSaves, Upload};
 use super::save_log::UploadTimes;
+use super::undecided_saves::UndecidedSaves;
 use crate::clock::now_ms;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView};
@@ -47,6 +48,8 @@ struct Shared {
     decided: Option<SessionStep>,
     /// Last report of copies.
     reported: Option<ReplicatedSaves>,
+    /// Encoded steps of which the fate is not reported, also those of earlier agents, and the newest durable step.
+    undecided: UndecidedSaves,
     /// Steps that cannot be uploaded, ever.
     unstorable: BTreeSet<SessionStep>,
 }
@@ -79,6 +82,7 @@ impl HostWork {
             copied: CopiedSteps::default(),
             decided: None,
             reported: None,
+            undecided: UndecidedSaves::read(&run.folder, hosts.session),
             unstorable: BTreeSet::new(),
         });
         Self { run, hosts, shared, actions, started: Instant::now(), contact: StoreContact::default() }
@@ -121,22 +125,24 @@ impl HostWork {
         self.lock().decided
     }
 
-    /// Notes that this agent has encoded a step, which will be uploaded.
+    /// Notes that this agent has encoded a step, which will be uploaded. Call it before the slots of the step are released.
     pub(super) fn note_encoded(&self, key: SessionStep, generations: &[RankGeneration]) {
         let mut shared = self.lock();
+        shared.undecided.insert(key, generations.to_vec());
         shared.encoded.insert(key);
         shared.copied.add(key, generations.to_vec());
     }
 
-    /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
+    /// Also awaits copies of the steps that an earlier agent encoded.
     pub(super) fn await_copies_of_earlier(&self) {
-        let earlier = encoded_steps(&self.run);
         let newest = self.run.read(|_, arenas| {
             let ranks = self.run.spec.local_ranks();
             let of = |rank| Some(RankGeneration { rank, generation: arenas.get(rank)?.encoded().unwrap_or(0) });
             ranks.filter_map(of).collect::<Vec<_>>()
         });
-        self.lock().copied.add_earlier(earlier, &newest);
+        let mut shared = self.lock();
+        let earlier = shared.undecided.steps().clone();
+        shared.copied.add_earlier(earlier, &newest);
     }
 
     /// Steps that wait for copies, oldest first. Leaves out those that are committed or given up.
@@ -168,7 +174,7 @@ impl HostWork {
 
     /// Reports an uploaded step to the run and to the protocol.
     pub(super) fn note_uploaded(&self, key: SessionStep, step: UploadedStep) {
-        // The slots tell which saves of an earlier agent have this step.
+        // The notes tell which saves of an earlier agent have this step.
         if step.sequence > 0 {
             let known = {
                 let mut shared = self.lock();
@@ -205,7 +211,7 @@ impl HostWork {
         }
     }
 
-    /// Reports the steps that an earlier agent uploaded and whose fate is in the log, as far as the slots still hold them.
+    /// Reports the steps that an earlier agent uploaded and whose fate is in the log.
     pub(super) fn report_earlier(&self, view: &LogView) {
         let leading = view.leadership.of(self.hosts.session);
         let is_passed = |key: SessionStep| {
@@ -213,30 +219,44 @@ impl HostWork {
                 key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
             })
         };
-        for key in encoded_steps(&self.run).into_keys().filter(|key| is_passed(*key)) {
-            if self.lock().uploaded.contains_key(&key) {
-                continue;
-            }
+        let earlier: Vec<SessionStep> = {
+            let shared = self.lock();
+            let is_earlier = |key: &SessionStep| !shared.uploaded.contains_key(key) && !shared.encoded.contains(key);
+            shared.undecided.steps().keys().copied().filter(is_earlier).collect()
+        };
+        for key in earlier.into_iter().filter(|key| is_passed(*key)) {
             let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
             self.report_found(key, if view.committed.contains(&key) { Fate::Durable } else { given_up() });
         }
     }
 
     fn report_found(&self, key: SessionStep, fate: Fate) {
-        if let Some(generations) = encoded_steps(&self.run).remove(&key) {
+        if let Some(generations) = self.undecided_saves(key) {
             self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
         }
     }
 
     fn report(&self, key: SessionStep, step: UploadedStep, fate: Fate) {
+        let is_durable = fate == Fate::Durable;
         report(&self.run, key, step, fate);
-        self.lock().copied.forget(key);
+        let mut shared = self.lock();
+        shared.copied.forget(key);
+        match is_durable {
+            true => shared.undecided.note_durable(key),
+            false => shared.undecided.remove(key),
+        }
+    }
+
+    /// The saves of an encoded step of which the fate may not be reported yet.
+    pub(super) fn undecided_saves(&self, key: SessionStep) -> Option<Vec<RankGeneration>> {
+        self.lock().undecided.steps().get(&key).cloned()
     }
 
     /// Notes that the uploader has given a step up, which the log may never decide about.
     pub(super) fn note_unstorable(&self, key: SessionStep) {
         let mut shared = self.lock();
         shared.copied.forget(key);
+        shared.undecided.remove(key);
         shared.unstorable.insert(key);
         while shared.unstorable.len() > MAX_FATES {
             shared.unstorable.pop_first();
@@ -299,27 +319,6 @@ impl StoreContact {
 /// Whether all ranks of this host have an arena.
 pub(super) fn has_arenas(run: &Run) -> bool {
     run.read(|_, arenas| arenas.all(run.spec.local_ranks())).is_some()
-}
-
-/// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
-pub(super) fn encoded_generations(run: &Run, key: SessionStep) -> Vec<RankGeneration> {
-    encoded_steps(run).remove(&key).unwrap_or_default()
-}
-
-/// Encoded states of this session that are still in their slots.
-fn encoded_steps(run: &Run) -> BTreeMap<SessionStep, Vec<RankGeneration>> {
-    let mut found: BTreeMap<SessionStep, Vec<RankGeneration>> = BTreeMap::new();
-    run.read(|state, arenas| {
-        for rank in run.spec.local_ranks() {
-            let Some(arena) = arenas.get(rank) else { continue };
-            let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
-            for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
-                let key = SessionStep { attempt: header.attempt, step: header.step };
-                found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
-            }
-        }
-    });
-    found
 }
 
 /// Reports the fate of a step.

@@ -42,6 +42,8 @@ mod upload_source;
 
 mod takeover;
 
+mod undecided_saves;
+
 mod upload;
 
 mod host_work;
