@@ -1,6 +1,6 @@
 //! Notes of this host about its session, in `session.json`: they outlive trainer and agent.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tensorcask::wire::Id;
@@ -9,6 +9,7 @@ use tensorcask::{Error, KnownLog, Result};
 use crate::files::replace_file;
 use crate::folders::RunFolder;
 use crate::lock::lock_beside;
+use crate::processes::Process;
 
 /// Notes about the session that this host is in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,13 +31,18 @@ pub(crate) struct HostNotes {
     /// Whether the store has accepted a session that began without it.
     #[serde(default)]
     pub is_accepted: bool,
+    /// Trainers of the ranks that have started.
+    #[serde(default)]
+    pub trainers: BTreeMap<u32, Process>,
+    /// Ranks that save no more.
+    #[serde(default)]
+    pub ended: BTreeSet<u32>,
 }
 
 impl HostNotes {
     /// The notes about this session.
     pub(crate) fn read(folder: &RunFolder, session: Id) -> Self {
-        let found: Option<Self> = std::fs::read(folder.session_notes()).ok().and_then(|json| serde_json::from_slice(&json).ok());
-        found.filter(|found| found.session == session).unwrap_or(Self {
+        Self::find(folder).filter(|found| found.session == session).unwrap_or(Self {
             session,
             after: None,
             started: Vec::new(),
@@ -44,7 +50,13 @@ impl HostNotes {
             known: None,
             unnoted: BTreeMap::new(),
             is_accepted: false,
+            trainers: BTreeMap::new(),
+            ended: BTreeSet::new(),
         })
+    }
+
+    fn find(folder: &RunFolder) -> Option<Self> {
+        std::fs::read(folder.session_notes()).ok().and_then(|json| serde_json::from_slice(&json).ok())
     }
 
     /// Whether the session began while the store did not answer, and the store has not accepted it yet.
@@ -52,17 +64,42 @@ impl HostNotes {
         self.known.is_some() && !self.is_accepted
     }
 
-    /// Changes the notes about this session. Trainers and the agent may do so at the same time.
+    /// Changes the notes about this session. Trainers and the agent may do so at the same time. A trainer calls this: notes
+    /// about another session are replaced.
     pub(crate) fn update(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let _held = lock_beside(&folder.session_notes())?;
-        let mut notes = Self::read(folder, session);
+        Self::read(folder, session).change(folder, change)
+    }
+
+    /// The same for the agent, whose session may be over: returns `false`, and changes nothing, if the notes are about another
+    /// session.
+    pub(crate) fn update_current(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self)) -> Result<bool> {
+        let _held = lock_beside(&folder.session_notes())?;
+        if Self::find(folder).is_some_and(|found| found.session != session) {
+            return Ok(false);
+        }
+        let change = |notes: &mut Self| {
+            change(notes);
+            Ok(())
+        };
+        Self::read(folder, session).change(folder, change).map(|()| true)
+    }
+
+    fn change(self, folder: &RunFolder, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let mut notes = self;
         change(&mut notes)?;
         let json = serde_json::to_vec(&notes).map_err(|e| Error::invalid(format!("cannot encode the notes about the session: {e}")))?;
         replace_file(&folder.session_notes(), &json)
     }
 
+    /// Notes that a rank saves no more, unless the session is over.
+    pub(crate) fn end_rank(folder: &RunFolder, session: Id, rank: u32) -> Result<()> {
+        Self::update_current(folder, session, |notes| _ = notes.ended.insert(rank)).map(|_| ())
+    }
+
     /// Notes that a rank starts. A rank starts once in a session: states from before and after a restart must not become one
-    /// snapshot. `unnoted`: the id of the process, if it is not in the store yet.
+    /// snapshot. The
+    /// caller is its trainer. `unnoted`: the id of the process, if it is not in the store yet.
     pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: u64, unnoted: Option<Id>) -> Result<()> {
         Self::update(folder, session, |notes| {
             if notes.started.contains(&rank) {
@@ -72,6 +109,7 @@ impl HostNotes {
                 return Err(Error::invalid(message));
             }
             notes.started.push(rank);
+            notes.trainers.extend(Process::current().map(|trainer| (rank, trainer)));
             notes.unnoted.extend(unnoted.map(|process| (rank, process)));
             notes.after = Some(after);
             Ok(())
@@ -87,7 +125,7 @@ mod tests {
     use crate::folders::EngineFolder;
 
     #[test]
-    fn a_rank_starts_once_in_a_session() {
+    fn a_rank_starts_once_in_a_session_and_late_news_of_an_older_one_change_nothing() {
         let temporary = tempfile::tempdir().unwrap();
         let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
         folder.create().unwrap();
@@ -97,6 +135,10 @@ mod tests {
         assert!(HostNotes::start_rank(&folder, first, 1, 7, None).is_err());
         assert_eq!(HostNotes::read(&folder, first).after, Some(7));
         HostNotes::start_rank(&folder, second, 1, 9, None).unwrap();
-        assert_eq!(HostNotes::read(&folder, second).started, [1]);
+        HostNotes::end_rank(&folder, first, 0).unwrap();
+        assert!(!HostNotes::update_current(&folder, first, |notes| notes.led_as = Some(first)).unwrap(), "that session is over");
+        HostNotes::end_rank(&folder, second, 1).unwrap();
+        let notes = HostNotes::read(&folder, second);
+        assert_eq!((notes.started, notes.ended, notes.trainers[&1].has_ended()), (vec![1], [1].into(), false));
     }
 }

@@ -20,6 +20,7 @@ mod clock;
 mod runtime;
 
 mod files;
+mod processes;
 
 mod lock;
 

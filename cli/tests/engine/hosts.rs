@@ -424,6 +424,53 @@ fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
 }
 
 #[test]
+fn a_new_agent_knows_which_ranks_have_ended() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    // Hosts 0 and 2 save another step. One rank of host 1 has ended.
+    start.save(0, 2);
+    start.save(2, 2);
+    start.engines.remove(3).finish().unwrap();
+    job.hosts[1].signal_agent(Signal::KILL);
+    job.hosts[1].agent_is_gone();
+    // The other rank of host 1 ends. Its trainer starts the next agent.
+    start.engines.remove(2).finish().unwrap();
+    for mut engine in start.engines {
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
+    }
+    assert_eq!(job.steps(), [1]);
+}
+
+#[test]
+fn a_new_agent_sees_that_a_trainer_ended_without_an_agent() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    start.save(0, 2);
+    start.save(2, 2);
+    let notes = job.folder_of_run(1).join("session.json");
+    job.hosts[1].signal_agent(Signal::KILL);
+    job.hosts[1].agent_is_gone();
+    // The trainers of this test are one process. Those of host 1 shall be another one, which has ended.
+    let mut ended = std::process::Command::new("true").spawn().unwrap();
+    ended.wait().unwrap();
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&notes).unwrap()).unwrap();
+    for rank in ["2", "3"] {
+        json["trainers"][rank]["pid"] = ended.id().into();
+    }
+    std::fs::write(&notes, json.to_string()).unwrap();
+    let _agent = job.hosts[1].start_agent(&[]);
+    for rank in [0, 4] {
+        let waited = start.engines[rank].wait(Until::Durable, LONG).unwrap();
+        assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
+    }
+}
+
+#[test]
 fn a_new_agent_knows_an_older_save_that_is_given_up_later() {
     let job = Job::new();
     let mut start = job.start("first", 1);

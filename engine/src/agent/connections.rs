@@ -9,10 +9,12 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{Notify, watch};
 
+use super::attached_rank::AttachedRank;
 use super::registry::Registry;
 use super::run::Run;
 use super::run_event::Event;
 use crate::framing::{receive_async, send_async};
+use crate::processes::Process;
 use crate::protocol::{Attach, AttachMode, Progress, Reply, Request, Until};
 use crate::status::AgentStatus;
 
@@ -50,7 +52,7 @@ impl Agent {
         let mut attached = Vec::new();
         self.serve_requests(read, write, &mut attached).await;
         for lost in attached {
-            let process = lost.trainer();
+            let process = lost.trainer().and_then(Process::find);
             lost.detach();
             tokio::spawn(lost.leave_with(process));
         }
@@ -188,49 +190,5 @@ async fn wait(run: &Run, rank: u32, generation: u64, until: Until, timeout: Dura
     }
 }
 
-/// A trainer that a connection has attached.
-struct AttachedRank {
-    run: Arc<Run>,
-    rank: u32,
-    attachment: u64,
-}
-
-impl AttachedRank {
-    fn detach(&self) {
-        self.run.apply(Event::Detached { rank: self.rank, attachment: self.attachment });
-    }
-
-    fn leave(&self) {
-        self.run.apply(Event::Left { rank: self.rank, attachment: self.attachment });
-    }
-
-    /// Process of the trainer, if it is still the last one of its rank.
-    fn trainer(&self) -> Option<u32> {
-        self.run.read(|state, _| {
-            let rank = state.ranks.get(&self.rank).filter(|rank| rank.attachment == self.attachment);
-            rank.and_then(|rank| rank.trainer)
-        })
-    }
-
-    /// Notes that a trainer has left when its process ends. Before, it may connect again.
-    async fn leave_with(self, process: Option<u32>) {
-        let is_last = || self.run.read(|state, _| state.ranks.get(&self.rank).is_some_and(|rank| rank.attachment == self.attachment));
-        while is_last() && process.is_some_and(is_running) {
-            tokio::time::sleep(PROCESS_POLL).await;
-        }
-        self.leave();
-    }
-}
-
 /// Time for which a trainer waits until out-of-date memory is removed.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
-/// Whether a process exists and has not ended.
-fn is_running(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name of the command, in parentheses, may contain anything.
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
-}
-
-/// Time between looks whether a process has ended.
-const PROCESS_POLL: Duration = Duration::from_millis(200);

@@ -307,10 +307,9 @@ impl Committer {
     async fn open(&mut self, leader: Leader) -> Result<()> {
         let (id, run) = (Id::random()?, self.work.run.clone());
         // Noted first: a later agent of this host then knows that the leader was this host.
-        HostNotes::update(&run.folder, self.work.hosts.session, |notes| {
-            notes.led_as = Some(id);
-            Ok(())
-        })?;
+        if !HostNotes::update_current(&run.folder, self.work.hosts.session, |notes| notes.led_as = Some(id))? {
+            return Err(Error::invalid("the job has started again on this host, with another session"));
+        }
         (self.writer, self.led_as) = (None, Some(id));
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
         let known = HostNotes::read(&run.folder, self.work.hosts.session).known;
@@ -402,11 +401,11 @@ async fn accept(work: &HostWork, store: &Store, notes: &HostNotes, after: u64) -
     for (rank, process) in &notes.unnoted {
         SessionExchange::start_rank(store, session, *rank, *process).await?;
     }
-    HostNotes::update(&work.run.folder, session, |now| {
+    let noted = |now: &mut HostNotes| {
         now.unnoted.retain(|rank, _| !notes.unnoted.contains_key(rank));
         now.is_accepted = true;
-        Ok(())
-    })
+    };
+    HostNotes::update_current(&work.run.folder, session, noted).map(|_| ())
 }
 
 /// Whether the log, or the store as it is now, does not admit an entry.

@@ -28,6 +28,8 @@ mod wakes;
 
 mod run;
 
+mod attached_rank;
+
 mod copied_steps;
 mod copies;
 

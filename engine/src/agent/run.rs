@@ -14,6 +14,7 @@ use super::run_state::RunState;
 use super::wakes::Wakes;
 use crate::files::replace_file;
 use crate::folders::{EngineFolder, RunFolder};
+use crate::host_notes::HostNotes;
 use crate::options::Encode;
 use crate::peers::ReplicaBoard;
 use crate::protocol::{Attach, Progress};
@@ -122,6 +123,9 @@ impl Run {
             Action::RemoveArena { rank } => return shared.arenas.remove(&self.folder, rank),
             Action::MarkActive => return self.folder.mark_active(),
             Action::MarkFinished => return self.folder.mark_finished(),
+            Action::NoteEnd { rank } => {
+                return self.spec.hosts.as_ref().map_or(Ok(()), |hosts| HostNotes::end_rank(&self.folder, hosts.session, rank));
+            }
             Action::DropAhead => shared.ahead = None,
             Action::LogCommit(save) => tracing::info!(
                 run,

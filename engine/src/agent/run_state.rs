@@ -96,10 +96,9 @@ impl RunState {
                 vec![Action::WakeEncoder]
             }
             Event::Left { rank, attachment } => {
-                if let Some(state) = self.ranks.get_mut(&rank).filter(|state| state.attachment == attachment) {
-                    state.has_left = true;
-                }
-                vec![Action::WakeEncoder]
+                let state = self.ranks.entry(rank).or_default();
+                state.has_left |= state.attachment == attachment;
+                self.after_end(rank)
             }
             Event::SavedSnapshot { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
             Event::TrainerWaits => {
@@ -109,8 +108,7 @@ impl RunState {
             Event::SavesEnded { rank } => {
                 let state = self.ranks.entry(rank).or_default();
                 let is_new = !std::mem::replace(&mut state.saves_no_more, true);
-                // The states of other ranks that wait for this one are dropped.
-                is_new.then_some(Action::WakeEncoder).into_iter().collect()
+                if is_new { self.after_end(rank) } else { Vec::new() }
             }
             Event::LeaderRead(leader) => {
                 self.leader = leader;
@@ -137,7 +135,7 @@ impl RunState {
                 self.is_finished = true;
                 let Some(rank) = rank else { return vec![Action::MarkFinished] };
                 self.ranks.entry(rank).or_default().is_finished = true;
-                vec![Action::MarkFinished, Action::WakeEncoder]
+                [vec![Action::MarkFinished], self.after_end(rank)].concat()
             }
             Event::MemoryCleared => {
                 self.memory = MemoryState::default();
@@ -188,6 +186,12 @@ impl RunState {
                 vec![Action::LogStopped { why }, Action::DropAhead]
             }
         }
+    }
+
+    /// A rank may save no more. The states of other ranks that wait for it are dropped.
+    fn after_end(&self, rank: u32) -> Vec<Action> {
+        let note = (self.end_noted.is_some() && saves_no_more(self, rank)).then_some(Action::NoteEnd { rank });
+        note.into_iter().chain([Action::WakeEncoder]).collect()
     }
 
     fn on_adopted(&mut self, rank: u32, arena: Option<ArenaSummary>) -> Vec<Action> {
