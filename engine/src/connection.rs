@@ -1,13 +1,19 @@
 //! The client side of the agent's socket, and the start of an agent process.
 
 use std::fs::OpenOptions;
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::Request as HttpRequest;
+use hyper::body::Bytes;
+use hyper::client::conn::http1::handshake;
+use hyper::header::HOST;
+use hyper_util::rt::TokioIo;
 use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::{Error, ErrorKind, Result};
 
@@ -218,17 +224,21 @@ pub fn stop_agent(folder: Option<&Path>) -> Result<AgentStatus> {
 
 /// Fetches the agent's metrics over HTTP, as Prometheus does.
 pub fn agent_metrics(folder: Option<&Path>) -> Result<String> {
-    let fail = |e: std::io::Error| Error::io("the agent's socket", e);
-    let mut connection = connect(folder)?;
-    let stream = connection.stream.get_mut();
-    stream
-        .set_read_timeout(Some(REPLY_TIMEOUT))
-        .and_then(|()| stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: agent\r\n\r\n"))
-        .map_err(fail)?;
-    let mut answer = String::new();
-    connection.stream.read_to_string(&mut answer).map_err(fail)?;
-    let body = answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned());
-    body.ok_or_else(|| Error::corrupt("the agent's reply is not HTTP"))
+    let stream = connect(folder)?.stream.into_inner();
+    let fail = |e: Box<dyn std::error::Error + Send + Sync>| {
+        Error::new(ErrorKind::Storage, format!("the agent does not tell its metrics: {e}")).object("the agent's socket")
+    };
+    let fetch = async {
+        stream.set_nonblocking(true)?;
+        let stream = TokioIo::new(tokio::net::UnixStream::from_std(stream)?);
+        let (mut sender, connection) = handshake(stream).await?;
+        let request = HttpRequest::get("/metrics").header(HOST, "agent").body(Empty::<Bytes>::new())?;
+        tokio::spawn(connection);
+        let answer = async { Limited::new(sender.send_request(request).await?.into_body(), MAX_METRICS_BYTES).collect().await };
+        let answer = tokio::time::timeout(REPLY_TIMEOUT, answer).await??;
+        Ok(String::from_utf8(answer.to_bytes().into())?)
+    };
+    crate::runtime::build("tensorcask-metrics", 1)?.block_on(fetch).map_err(fail)
 }
 
 /// Environment variable that names the agent's program.
@@ -237,3 +247,5 @@ const PROGRAM_VARIABLE: &str = "TENSORCASK_AGENT";
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time within which a reply must arrive, in addition to the wait that the request asks for.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+/// More than the metrics of any agent.
+const MAX_METRICS_BYTES: usize = 64 << 20;

@@ -76,8 +76,6 @@ mod other_hosts;
 // The agent.
 mod status;
 
-mod metrics;
-
 mod protocol;
 
 mod framing;

@@ -88,7 +88,15 @@ fn status_and_metrics_report_the_times_of_a_save() {
     let (_, text) = cli(&host, &["status"]);
     assert!(text.contains("last commit") && text.contains("stall ms"), "{text}");
     let metrics = agent_metrics(Some(&host.engine_folder())).unwrap();
-    for name in ["last_commit_step", "seconds_since_commit", "chain_depth", "failed_saves_total", "queue_depth", "save_stall_seconds"] {
+    for name in [
+        "last_commit_step",
+        "seconds_since_commit",
+        "chain_depth",
+        "failed_saves_total",
+        "queue_depth",
+        "save_stall_seconds_sum",
+        "save_out_bytes_count",
+    ] {
         assert!(metrics.lines().any(|line| line.starts_with(&format!("tensorcask_{name}{{run="))), "{name}: {metrics}");
     }
     assert_eq!(cli(&host, &["metrics"]).0, 0);

@@ -463,11 +463,13 @@ fn a_new_agent_sees_that_a_trainer_ended_without_an_agent() {
         json["trainers"][rank]["pid"] = ended.id().into();
     }
     std::fs::write(&notes, json.to_string()).unwrap();
-    let _agent = job.hosts[1].start_agent(&[]);
+    let mut agent = job.hosts[1].start_agent(&[]);
     for rank in [0, 4] {
         let waited = start.engines[rank].wait(Until::Durable, LONG).unwrap();
         assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
     }
+    job.hosts[1].signal_agent(Signal::KILL);
+    agent.wait().unwrap();
 }
 
 #[test]
@@ -486,7 +488,7 @@ fn a_new_agent_knows_an_older_save_that_is_given_up_later() {
     }
     job.hosts[1].signal_agent(Signal::KILL);
     job.hosts[1].agent_is_gone();
-    let _agent = job.hosts[1].start_agent(&[]);
+    let mut agent = job.hosts[1].start_agent(&[]);
     for step in 3..=8 {
         start.save(0, step);
         start.save(2, step);
@@ -498,6 +500,8 @@ fn a_new_agent_knows_an_older_save_that_is_given_up_later() {
         assert!(engine.wait_for(3, Until::Durable, LONG).unwrap().reached);
     }
     assert_eq!(job.steps(), [1, 3, 4, 5, 6, 7, 8]);
+    job.hosts[1].signal_agent(Signal::KILL);
+    agent.wait().unwrap();
 }
 
 #[test]

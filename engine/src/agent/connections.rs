@@ -3,13 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use http_body_util::Full;
+use hyper::Response;
+use hyper::body::Bytes;
+use hyper::header::CONTENT_TYPE;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use tensorcask::{Error, ErrorKind, Result};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{Notify, watch};
 
 use super::attached_rank::AttachedRank;
+use super::metrics::metrics;
 use super::registry::Registry;
 use super::run::Run;
 use super::run_event::Event;
@@ -58,16 +66,16 @@ impl Agent {
         }
     }
 
-    /// Serves one HTTP request for the metrics.
-    async fn serve_metrics(&self, read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf) {
-        let mut head = Vec::new();
-        let _ = read.take(1024).read_until(b'\n', &mut head).await;
-        let body = self.status().metrics();
-        let answer = format!(
-            "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        );
-        let _ = write.write_all(answer.as_bytes()).await;
+    /// Answers requests for the metrics over HTTP.
+    async fn serve_metrics(&self, read: BufReader<OwnedReadHalf>, write: OwnedWriteHalf) {
+        let service = service_fn(|_| async {
+            let text = metrics(self.status(), &self.registry.committed_saves)?;
+            Ok::<_, Error>(Response::builder().header(CONTENT_TYPE, OPEN_METRICS).body(Full::<Bytes>::from(text)).unwrap_or_default())
+        });
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).keep_alive(false);
+        // Errors of a connection are the client's.
+        let _ = http.serve_connection(TokioIo::new(tokio::io::join(read, write)), service).await;
     }
 
     async fn serve_requests(&self, mut read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf, attached: &mut Vec<AttachedRank>) {
@@ -190,5 +198,7 @@ async fn wait(run: &Run, rank: u32, generation: u64, until: Until, timeout: Dura
     }
 }
 
+/// Type of the text of the metrics.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Time for which a trainer waits until out-of-date memory is removed.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);

@@ -18,6 +18,8 @@ mod save_log;
 
 mod run_event;
 
+mod metrics;
+
 mod run_parts;
 
 mod run_state;

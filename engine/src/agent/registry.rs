@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
 use super::host_tasks::spawn_host_tasks;
+use super::metrics::SaveHistograms;
 use super::replicas::spawn_peer_tasks;
 use super::report::status_of;
 use super::run::Run;
@@ -24,6 +25,8 @@ pub(super) struct Registry {
     folder: EngineFolder,
     started: Instant,
     runs: Mutex<BTreeMap<String, ActiveRun>>,
+    /// Saves of all runs that this agent has committed.
+    pub committed_saves: SaveHistograms,
     /// Held while a run starts, so that runs start one after the other.
     starting: tokio::sync::Mutex<()>,
 }
@@ -36,7 +39,13 @@ struct ActiveRun {
 
 impl Registry {
     pub(super) fn new(folder: EngineFolder) -> Self {
-        Self { folder, started: Instant::now(), runs: Mutex::default(), starting: tokio::sync::Mutex::default() }
+        Self {
+            folder,
+            started: Instant::now(),
+            runs: Mutex::default(),
+            committed_saves: SaveHistograms::default(),
+            starting: tokio::sync::Mutex::default(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ActiveRun>> {
@@ -101,7 +110,7 @@ impl Registry {
             }
         }
         let key = spec.key.clone();
-        let run = Arc::new(Run::new(spec, &self.folder)?);
+        let run = Arc::new(Run::new(spec, &self.folder, self.committed_saves.clone())?);
         let mut tasks: Vec<JoinHandle<()>> = match run.spec.hosts.clone() {
             Some(hosts) => spawn_host_tasks(&run, hosts)?,
             None => {

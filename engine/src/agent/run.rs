@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
 use tokio::sync::watch;
 
+use super::metrics::SaveHistograms;
 use super::noted_failures::{note_failures, take_noted_failures};
 use super::rank_arenas::RankArenas;
 use super::run_event::{Action, Attachment, Event};
@@ -36,6 +37,7 @@ pub(super) struct Run {
     /// Counts the events, for requests that wait for a change.
     changes: watch::Sender<u64>,
     replicas: Mutex<ReplicaBoard>,
+    committed_saves: SaveHistograms,
     /// Time at which a trainer first came with other options.
     other_options_since: OnceLock<Instant>,
 }
@@ -50,7 +52,7 @@ struct Shared {
 }
 
 impl Run {
-    pub(super) fn new(spec: RunSpec, folder: &EngineFolder) -> Result<Self> {
+    pub(super) fn new(spec: RunSpec, folder: &EngineFolder, committed_saves: SaveHistograms) -> Result<Self> {
         let run = folder.run(&spec.key);
         run.create()?;
         let json = serde_json::to_vec(&spec).map_err(|e| Error::invalid(format!("cannot encode the description of a run: {e}")))?;
@@ -71,6 +73,7 @@ impl Run {
             tiers,
             changes: watch::Sender::new(0),
             replicas: Mutex::default(),
+            committed_saves,
             other_options_since: OnceLock::new(),
             spec,
         })
@@ -127,20 +130,23 @@ impl Run {
                 return self.spec.hosts.as_ref().map_or(Ok(()), |hosts| HostNotes::end_rank(&self.folder, hosts.session, rank));
             }
             Action::DropAhead => shared.ahead = None,
-            Action::LogCommit(save) => tracing::info!(
-                run,
-                step = save.step,
-                generation = save.generation,
-                stall_ms = save.stall_ms,
-                copy_ms = save.copy_ms,
-                encode_ms = save.encode_ms,
-                upload_ms = save.upload_ms,
-                commit_ms = save.commit_ms,
-                bytes_in = save.bytes_in,
-                bytes_out = save.bytes_out,
-                ahead_bytes = save.ahead_bytes,
-                "committed"
-            ),
+            Action::LogCommit(save) => {
+                self.committed_saves.observe(run, &save);
+                tracing::info!(
+                    run,
+                    step = save.step,
+                    generation = save.generation,
+                    stall_ms = save.stall_ms,
+                    copy_ms = save.copy_ms,
+                    encode_ms = save.encode_ms,
+                    upload_ms = save.upload_ms,
+                    commit_ms = save.commit_ms,
+                    bytes_in = save.bytes_in,
+                    bytes_out = save.bytes_out,
+                    ahead_bytes = save.ahead_bytes,
+                    "committed"
+                );
+            }
             Action::LogFailure { step, message } => tracing::error!(run, step, message, "a save failed"),
             Action::LogProblem { tier, message } => tracing::warn!(run, tier, problem = message, "trying again"),
             Action::LogStopped { why } => tracing::error!(run, why, "this run was stopped"),
