@@ -28,6 +28,8 @@ use crate::files::{list_folders, list_numbered, remove_file, remove_folder, repl
 pub(crate) const DAMAGED_COPIES: &str = "damaged.json";
 /// Name of the notes about saves that failed for good.
 pub(crate) const NOTED_FAILURES: &str = "failures.json";
+/// Name of the notes about the steps that wait for their commit.
+pub(crate) const UNDECIDED_SAVES: &str = "undecided.json";
 
 /// Environment variable that names the engine's folder.
 pub const FOLDER_VARIABLE: &str = "TENSORCASK_ENGINE_DIR";
@@ -121,11 +123,6 @@ impl RunFolder {
         self.root.join("session.json")
     }
 
-    /// Path of the notes about the steps that wait for their commit.
-    pub(crate) fn undecided_saves(&self) -> PathBuf {
-        self.root.join("undecided.json")
-    }
-
     /// Whether a trainer has finished the run.
     pub(crate) fn is_finished(&self) -> bool {
         finished_mark(&self.root).exists()
@@ -212,7 +209,7 @@ impl RunFolder {
             remove_file(&self.rank(rank).new_arena())?;
         }
         remove_file(&self.root.join(NOTED_FAILURES))?;
-        remove_file(&self.undecided_saves())?;
+        remove_file(&self.root.join(UNDECIDED_SAVES))?;
         remove_file(&self.known_tiers())?;
         remove_file(&self.spec())?;
         self.mark_active()

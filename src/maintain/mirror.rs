@@ -101,6 +101,15 @@ impl Mirror {
         Ok(())
     }
 
+    /// Copies manifests and directories of snapshots that the mirror has not followed yet.
+    #[boxed]
+    pub async fn copy_links(&self, links: &[SnapshotRecord]) -> Result<()> {
+        for record in links {
+            self.copy_link(&record.manifest_place()).await?;
+        }
+        Ok(())
+    }
+
     /// Copies log entries that a mirror lacks from another mirror, with manifests and directories as in
     /// [`follow`](Self::follow); returns whether there were any. A host uses this while the store does not answer.
     #[boxed]

@@ -9,7 +9,7 @@ use crate::commit::{Catalog, LogState, SessionLog, read_store_file};
 use crate::error::ResultExt;
 use crate::store::concurrently;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
-use crate::{Error, ErrorKind, Result, boxed};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of entries that are copied at once.
 const CONCURRENT_REQUESTS: usize = 16;
@@ -44,7 +44,7 @@ impl Mirror {
             }
             Err(e) => return Err(e),
         }
-        let last = self.last_in_memory().await?;
+        let last = last_entry(&self.memory).await?;
         if last <= state.sequence {
             return Ok(MirrorStart { last, unwritten });
         }
@@ -57,11 +57,6 @@ impl Mirror {
         Ok(MirrorStart { last: 0, unwritten: Some(file) })
     }
 
-    async fn last_in_memory(&self) -> Result<u64> {
-        let names = self.memory.objects().names_after("log", "").await?;
-        Ok(names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0))
-    }
-
     /// Removes the log of a mirror that does not tell its run, unless it is the log of the store.
     async fn remove_other_log(&self, state: &LogState) -> Result<()> {
         let objects = self.memory.objects();
@@ -71,7 +66,8 @@ impl Mirror {
             objects.delete(&found.path).await?;
         }
         // Each entry has the digest of the entry before.
-        let (path, max_bytes) = (LogEntry::path_of(self.last_in_memory().await?.min(state.sequence)), self.store.limits().max_entry_bytes);
+        let (path, max_bytes) =
+            (LogEntry::path_of(last_entry(&self.memory).await?.min(state.sequence)), self.store.limits().max_entry_bytes);
         let ours = match objects.get_if_present(&path, max_bytes).await {
             Err(e) if e.kind() == ErrorKind::LimitExceeded => None,
             found => found?,
@@ -148,4 +144,10 @@ impl Mirror {
         let last = self.copy_catalog(0).await?;
         self.copy_entries(last, state).await
     }
+}
+
+/// Last log entry of a mirror; 0 if there is none.
+async fn last_entry(memory: &Store) -> Result<u64> {
+    let names = memory.objects().names_after("log", "").await?;
+    Ok(names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0))
 }

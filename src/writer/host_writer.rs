@@ -201,6 +201,19 @@ impl HostWriter {
         }
     }
 
+    /// The snapshots of a parent's chain, newest first; none if the log does not name the parent.
+    #[boxed]
+    pub async fn chain_of_parent(&mut self, parent: Id) -> Result<Vec<SnapshotRecord>> {
+        if self.log.state().by_id(parent).is_none() {
+            // Another host chose a snapshot that was committed since.
+            self.catch_up().await?;
+        }
+        match self.log.state().by_id(parent) {
+            Some(_) => chain_of(self.log.state(), parent, self.store.limits().max_chain_depth),
+            None => Ok(Vec::new()),
+        }
+    }
+
     /// Takes the log from the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks its
     /// parent.
     pub async fn cut_off(&mut self) -> Result<()> {

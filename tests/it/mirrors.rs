@@ -146,6 +146,24 @@ async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_witho
     assert_holds(&union, 3).await;
 }
 
+/// The mirror does not know the last commit, but has the casks of this host. The store stops answering.
+#[tokio::test]
+async fn a_mirror_with_the_manifests_of_a_parent_makes_a_delta_without_the_casks_of_the_store() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save_durably(1).await;
+    let (writer, mirror) = &mut hosts.hosts[0];
+    let parent = writer.fix_parent(at(0, 2)).await.unwrap().unwrap();
+    assert!(!writer.has_parent(parent).await.unwrap());
+    let links = writer.chain_of_parent(parent).await.unwrap();
+    mirror.copy_links(&links).await.unwrap();
+    assert!(writer.has_parent(parent).await.unwrap());
+    std::fs::rename(hosts.path("store"), hosts.path("away")).unwrap();
+    let rows: Vec<Vec<u8>> = ranks(0).into_iter().map(|rank| row(2, rank)).collect();
+    let states: Vec<RankState<'_>> = ranks(0).into_iter().zip(&rows).map(|(rank, row)| state(rank, WORLD, row)).collect();
+    let receipts = hosts.hosts[0].0.save(at(0, 2), Some(parent), &states).await.unwrap();
+    assert!(receipts.iter().all(|receipt| receipt.parent.as_ref().is_some_and(|found| found.snapshot == parent)), "{receipts:?}");
+}
+
 #[tokio::test]
 async fn mirrors_hold_a_step_that_was_never_uploaded() {
     let mut hosts = Hosts::begin().await;

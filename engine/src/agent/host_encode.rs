@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Mirror;
-use tensorcask::wire::{SessionName, SessionStep};
+use tensorcask::wire::{Id, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -204,7 +204,7 @@ impl HostEncoder {
     }
 
     /// The parent for a step, agreed on with the other hosts if the store answers.
-    async fn parent(&mut self, at: SessionStep) -> Result<Option<tensorcask::wire::Id>> {
+    async fn parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         let work = self.work.clone();
         // Hosts whose mirrors differ would choose different parents, so the store is asked as soon as it answers again.
         self.silent_since = self.silent_since.filter(|since| !work.contact.has_answered_since(*since));
@@ -246,6 +246,13 @@ impl HostEncoder {
         };
         if let Some(parent) = fixed {
             self.silent_since = None;
+            if let Some(id) = parent
+                && !mirror_parent(&work, &self.memory, writer, id, limit).await?
+            {
+                // Without the parent, this host writes whole chunks, which agree with any parent.
+                writer.cut_off().await?;
+                self.silent_since = Some(Instant::now());
+            }
             return Ok(parent);
         }
         if !is_silent {
@@ -370,6 +377,24 @@ async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWr
     Ok(writer)
 }
 
+/// Copies manifests of a parent's chain into the mirror, if the committer has not done so yet: the delta then needs no cask of the
+/// store, which may stop answering. Returns `false` if it does not answer.
+async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter, parent: Id, limit: Duration) -> Result<bool> {
+    let Some(store) = work.run.tiers.first() else { return Ok(true) };
+    if writer.has_parent(parent).await? {
+        return Ok(true);
+    }
+    let copy = async {
+        let links = writer.chain_of_parent(parent).await?;
+        Mirror::new(store, memory).copy_links(&links).await
+    };
+    match answer(copy, limit).await {
+        // The save says what is damaged, and writes whole chunks.
+        Err(error) if error.is_damage() => Ok(true),
+        answered => Ok(answered?.is_some()),
+    }
+}
+
 /// The answer of the store; `None` if the store does not answer.
 async fn answer<T>(request: impl Future<Output = Result<T>>, limit: Duration) -> Result<Option<T>> {
     match tokio::time::timeout(limit, request).await {
@@ -389,13 +414,7 @@ fn states_of<'t>(taken: &'t [TakenSlot<'_>]) -> Result<Vec<StoredState<'t>>> {
 }
 
 /// Encodes the states of all ranks of this host; returns the size of their casks.
-async fn save(
-    writer: &mut HostWriter,
-    at: SessionStep,
-    parent: Option<tensorcask::wire::Id>,
-    first: u32,
-    states: &[StoredState<'_>],
-) -> Result<u64> {
+async fn save(writer: &mut HostWriter, at: SessionStep, parent: Option<Id>, first: u32, states: &[StoredState<'_>]) -> Result<u64> {
     let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
     let own = without_replicas(first, tensors)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };

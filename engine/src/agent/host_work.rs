@@ -207,7 +207,7 @@ impl HostWork {
             // Reported after the upload.
             None if waits => {}
             // An earlier agent uploaded the step.
-            None => self.report_found(key, fate),
+            None => report_found(self, key, fate),
         }
     }
 
@@ -226,13 +226,7 @@ impl HostWork {
         };
         for key in earlier.into_iter().filter(|key| is_passed(*key)) {
             let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
-            self.report_found(key, if view.committed.contains(&key) { Fate::Durable } else { given_up() });
-        }
-    }
-
-    fn report_found(&self, key: SessionStep, fate: Fate) {
-        if let Some(generations) = self.undecided_saves(key) {
-            self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+            report_found(self, key, if view.committed.contains(&key) { Fate::Durable } else { given_up() });
         }
     }
 
@@ -319,6 +313,13 @@ impl StoreContact {
 /// Whether all ranks of this host have an arena.
 pub(super) fn has_arenas(run: &Run) -> bool {
     run.read(|_, arenas| arenas.all(run.spec.local_ranks())).is_some()
+}
+
+/// Reports the fate of a step that an earlier agent uploaded.
+fn report_found(work: &HostWork, key: SessionStep, fate: Fate) {
+    if let Some(generations) = work.undecided_saves(key) {
+        work.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+    }
 }
 
 /// Reports the fate of a step.

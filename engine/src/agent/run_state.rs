@@ -98,7 +98,7 @@ impl RunState {
             Event::Left { rank, attachment } => {
                 let state = self.ranks.entry(rank).or_default();
                 state.has_left |= state.attachment == attachment;
-                self.after_end(rank)
+                after_end(self, rank)
             }
             Event::SavedSnapshot { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
             Event::TrainerWaits => {
@@ -108,7 +108,7 @@ impl RunState {
             Event::SavesEnded { rank } => {
                 let state = self.ranks.entry(rank).or_default();
                 let is_new = !std::mem::replace(&mut state.saves_no_more, true);
-                if is_new { self.after_end(rank) } else { Vec::new() }
+                if is_new { after_end(self, rank) } else { Vec::new() }
             }
             Event::LeaderRead(leader) => {
                 self.leader = leader;
@@ -135,7 +135,7 @@ impl RunState {
                 self.is_finished = true;
                 let Some(rank) = rank else { return vec![Action::MarkFinished] };
                 self.ranks.entry(rank).or_default().is_finished = true;
-                [vec![Action::MarkFinished], self.after_end(rank)].concat()
+                [vec![Action::MarkFinished], after_end(self, rank)].concat()
             }
             Event::MemoryCleared => {
                 self.memory = MemoryState::default();
@@ -186,12 +186,6 @@ impl RunState {
                 vec![Action::LogStopped { why }, Action::DropAhead]
             }
         }
-    }
-
-    /// A rank may save no more. The states of other ranks that wait for it are dropped.
-    fn after_end(&self, rank: u32) -> Vec<Action> {
-        let note = (self.end_noted.is_some() && saves_no_more(self, rank)).then_some(Action::NoteEnd { rank });
-        note.into_iter().chain([Action::WakeEncoder]).collect()
     }
 
     fn on_adopted(&mut self, rank: u32, arena: Option<ArenaSummary>) -> Vec<Action> {
@@ -483,6 +477,12 @@ impl RunState {
 pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
     let is_gone = |state: &RankState| run.end_noted.is_some() && state.trainer.is_none() && state.has_left;
     run.ranks.get(&rank).is_some_and(|state| state.is_finished || state.saves_no_more || is_gone(state))
+}
+
+/// A rank may save no more. The states of other ranks that wait for it are dropped.
+fn after_end(run: &RunState, rank: u32) -> Vec<Action> {
+    let note = (run.end_noted.is_some() && saves_no_more(run, rank)).then_some(Action::NoteEnd { rank });
+    note.into_iter().chain([Action::WakeEncoder]).collect()
 }
 
 /// Whether the other hosts are still to be told that the ranks of this host save no more.

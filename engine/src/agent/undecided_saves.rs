@@ -13,7 +13,7 @@ use tensorcask::{Error, Result};
 
 use super::run_event::RankGeneration;
 use crate::files::replace_file;
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, UNDECIDED_SAVES};
 
 /// Encoded steps of which the fate is not known, and their saves.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ struct NotedStep {
 impl UndecidedSaves {
     /// The notes of earlier agents about this session. Notes that cannot be read are a warning: the run goes on without them.
     pub(super) fn read(run: &RunFolder, session: Id) -> Self {
-        let path = run.undecided_saves();
+        let path = run.root().join(UNDECIDED_SAVES);
         let mut steps = BTreeMap::new();
         if let Ok(json) = std::fs::read(&path) {
             match serde_json::from_slice::<Notes>(&json) {
