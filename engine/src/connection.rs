@@ -234,11 +234,14 @@ pub fn agent_metrics(folder: Option<&Path>) -> Result<String> {
         let (mut sender, connection) = handshake(stream).await?;
         let request = HttpRequest::get("/metrics").header(HOST, "agent").body(Empty::<Bytes>::new())?;
         tokio::spawn(connection);
-        let answer = async { Limited::new(sender.send_request(request).await?.into_body(), MAX_METRICS_BYTES).collect().await };
-        let answer = tokio::time::timeout(REPLY_TIMEOUT, answer).await??;
+        let answer = Limited::new(sender.send_request(request).await?.into_body(), MAX_METRICS_BYTES).collect().await?;
         Ok(String::from_utf8(answer.to_bytes().into())?)
     };
-    crate::runtime::build("tensorcask-metrics", 1)?.block_on(fetch).map_err(fail)
+    let runtime = crate::runtime::build("tensorcask-metrics", 1)?;
+    let fetch = async { tokio::time::timeout(REPLY_TIMEOUT, fetch).await? };
+    // The caller may be in a runtime of its own.
+    let fetched = std::thread::scope(|scope| scope.spawn(|| runtime.block_on(fetch)).join());
+    fetched.unwrap_or_else(|_| Err("the request has failed".into())).map_err(fail)
 }
 
 /// Environment variable that names the agent's program.

@@ -6,6 +6,7 @@
 //!   <key>/                                one run
 //!     run.json                            description of the run, for the agent
 //!     seen.json seen.lock                 newest known snapshot and writer of each tier
+//!     failures.json                       saves that failed for good
 //!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
@@ -13,6 +14,9 @@
 //!     meeting/                            many hosts: messages to other hosts, which their ranks read
 //!     hosts.json hosts.lock               many hosts: what the hosts have in memory
 //!     agreement.lock                      many hosts: one rank asks for all
+//!     session.json session.lock           many hosts: notes about the session, its ranks and leader
+//!     undecided.json                      many hosts: saves that wait for their commit
+//!     damaged.json                        many hosts: damaged copies
 //!     rank-<r>/lock arena                 one trainer
 //! ```
 
@@ -28,7 +32,7 @@ use crate::files::{list_folders, list_numbered, remove_file, remove_folder, repl
 pub(crate) const DAMAGED_COPIES: &str = "damaged.json";
 /// Name of the notes about saves that failed for good.
 pub(crate) const NOTED_FAILURES: &str = "failures.json";
-/// Name of the notes about the steps that wait for their commit.
+/// Name of the notes about the steps that wait for their commit, and about the newest durable one.
 pub(crate) const UNDECIDED_SAVES: &str = "undecided.json";
 
 /// Environment variable that names the engine's folder.

@@ -9,7 +9,6 @@ use tensorcask::{Error, KnownLog, Result};
 use crate::files::replace_file;
 use crate::folders::RunFolder;
 use crate::lock::lock_beside;
-use crate::processes::Process;
 
 /// Notes about the session that this host is in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,9 +30,6 @@ pub(crate) struct HostNotes {
     /// Whether the store has accepted a session that began without it.
     #[serde(default)]
     pub is_accepted: bool,
-    /// Trainers of the ranks that have started.
-    #[serde(default)]
-    pub trainers: BTreeMap<u32, Process>,
     /// Ranks that save no more.
     #[serde(default)]
     pub ended: BTreeSet<u32>,
@@ -50,7 +46,6 @@ impl HostNotes {
             known: None,
             unnoted: BTreeMap::new(),
             is_accepted: false,
-            trainers: BTreeMap::new(),
             ended: BTreeSet::new(),
         })
     }
@@ -86,20 +81,26 @@ impl HostNotes {
     }
 
     fn change(self, folder: &RunFolder, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
-        let mut notes = self;
+        let mut notes = self.clone();
         change(&mut notes)?;
+        if notes == self {
+            return Ok(());
+        }
         let json = serde_json::to_vec(&notes).map_err(|e| Error::invalid(format!("cannot encode the notes about the session: {e}")))?;
         replace_file(&folder.session_notes(), &json)
     }
 
-    /// Notes that a rank saves no more, unless the session is over.
-    pub(crate) fn end_rank(folder: &RunFolder, session: Id, rank: u32) -> Result<()> {
-        Self::update_current(folder, session, |notes| _ = notes.ended.insert(rank)).map(|_| ())
+    /// Notes whether a rank that has started saves no more, unless the session is over.
+    pub(crate) fn note_end(folder: &RunFolder, session: Id, rank: u32, has_ended: bool) -> Result<()> {
+        let note = |notes: &mut Self| match has_ended && notes.started.contains(&rank) {
+            true => _ = notes.ended.insert(rank),
+            false => _ = notes.ended.remove(&rank),
+        };
+        Self::update_current(folder, session, note).map(|_| ())
     }
 
     /// Notes that a rank starts. A rank starts once in a session: states from before and after a restart must not become one
-    /// snapshot. The
-    /// caller is its trainer. `unnoted`: the id of the process, if it is not in the store yet.
+    /// snapshot. `unnoted`: the id of the process, if it is not in the store yet.
     pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: u64, unnoted: Option<Id>) -> Result<()> {
         Self::update(folder, session, |notes| {
             if notes.started.contains(&rank) {
@@ -109,7 +110,7 @@ impl HostNotes {
                 return Err(Error::invalid(message));
             }
             notes.started.push(rank);
-            notes.trainers.extend(Process::current().map(|trainer| (rank, trainer)));
+            notes.ended.remove(&rank);
             notes.unnoted.extend(unnoted.map(|process| (rank, process)));
             notes.after = Some(after);
             Ok(())
@@ -135,10 +136,13 @@ mod tests {
         assert!(HostNotes::start_rank(&folder, first, 1, 7, None).is_err());
         assert_eq!(HostNotes::read(&folder, first).after, Some(7));
         HostNotes::start_rank(&folder, second, 1, 9, None).unwrap();
-        HostNotes::end_rank(&folder, first, 0).unwrap();
+        HostNotes::note_end(&folder, first, 0, true).unwrap();
         assert!(!HostNotes::update_current(&folder, first, |notes| notes.led_as = Some(first)).unwrap(), "that session is over");
-        HostNotes::end_rank(&folder, second, 1).unwrap();
+        HostNotes::note_end(&folder, second, 1, true).unwrap();
+        HostNotes::note_end(&folder, second, 0, true).unwrap();
         let notes = HostNotes::read(&folder, second);
-        assert_eq!((notes.started, notes.ended, notes.trainers[&1].has_ended()), (vec![1], [1].into(), false));
+        assert_eq!((notes.started, notes.ended), (vec![1], [1].into()), "rank 0 has not started");
+        HostNotes::note_end(&folder, second, 1, false).unwrap();
+        assert!(HostNotes::read(&folder, second).ended.is_empty());
     }
 }

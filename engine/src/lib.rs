@@ -20,7 +20,6 @@ mod clock;
 mod runtime;
 
 mod files;
-mod processes;
 
 mod lock;
 

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::FlockOperation;
+use rustix::process::{Flock, FlockType};
 use tensorcask::{Error, ErrorKind, Result};
 
 /// A lock that this process holds until the value is dropped, or the process ends.
@@ -55,6 +56,18 @@ impl Drop for Lock {
     }
 }
 
+/// Whether a process holds a [`Lock`], whatever namespace of process numbers it is in. `true` if that is not known.
+pub(crate) fn is_held(path: &Path) -> bool {
+    let held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+    if held.contains(path) {
+        return true;
+    }
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(file) => !matches!(rustix::process::fcntl_getlk(&file, &Flock::from(FlockType::WriteLock)), Ok(None)),
+        Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+    }
+}
+
 /// Locks that this process holds: the kernel lets one process lock a file any number of times.
 static HELD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
@@ -79,7 +92,10 @@ fn open(path: &Path) -> Result<File> {
 mod tests {
     use tensorcask::ErrorKind;
 
-    use super::Lock;
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    use super::{Lock, is_held};
 
     #[test]
     fn a_process_holds_a_lock_only_once() {
@@ -87,7 +103,37 @@ mod tests {
         let path = folder.path().join("lock");
         let lock = Lock::acquire(&path).unwrap();
         assert_eq!(Lock::acquire(&path).unwrap_err().kind(), ErrorKind::Conflict);
+        assert!(is_held(&path));
         drop(lock);
+        assert!(!is_held(&path) && !is_held(&path.with_extension("missing")));
         Lock::acquire(&path).unwrap();
+    }
+
+    /// In the process that another test starts: holds a lock until its input ends.
+    #[test]
+    fn holder() {
+        let Some(path) = std::env::var_os("TEST_LOCK") else { return };
+        let _lock = Lock::acquire(path.as_ref()).unwrap();
+        println!("HOLDS");
+        let _ = std::io::stdin().read_line(&mut String::new());
+    }
+
+    #[test]
+    fn locks_of_another_process_are_seen_and_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["lock::tests::holder", "--exact", "--nocapture"]).env("TEST_LOCK", &path);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = String::new();
+        while !said.contains("HOLDS") {
+            let mut byte = [0];
+            child.stdout.as_mut().unwrap().read_exact(&mut byte).unwrap();
+            said.push(char::from(byte[0]));
+        }
+        assert!(is_held(&path) && is_held(&path));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!is_held(&path));
     }
 }

@@ -432,6 +432,7 @@ fn a_new_agent_knows_which_ranks_have_ended() {
     // Hosts 0 and 2 save another step. One rank of host 1 has ended.
     start.save(0, 2);
     start.save(2, 2);
+    job.wait_for_receipts(2, 4);
     start.engines.remove(3).finish().unwrap();
     job.hosts[1].signal_agent(Signal::KILL);
     job.hosts[1].agent_is_gone();
@@ -445,29 +446,76 @@ fn a_new_agent_knows_which_ranks_have_ended() {
 }
 
 #[test]
-fn a_new_agent_sees_that_a_trainer_ended_without_an_agent() {
+fn a_new_agent_sees_that_trainers_ended_without_an_agent() {
     let job = Job::new();
     let mut start = job.start("first", 1);
     start.save_all(1);
     start.wait_all();
     start.save(0, 2);
     start.save(2, 2);
-    let notes = job.folder_of_run(1).join("session.json");
+    job.wait_for_receipts(2, 4);
     job.hosts[1].signal_agent(Signal::KILL);
     job.hosts[1].agent_is_gone();
-    // The trainers of this test are one process. Those of host 1 shall be another one, which has ended.
-    let mut ended = std::process::Command::new("true").spawn().unwrap();
-    ended.wait().unwrap();
-    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&notes).unwrap()).unwrap();
-    for rank in ["2", "3"] {
-        json["trainers"][rank]["pid"] = ended.id().into();
-    }
-    std::fs::write(&notes, json.to_string()).unwrap();
+    // Nobody tells an agent.
+    drop(start.engines.drain(2..4));
     let mut agent = job.hosts[1].start_agent(&[]);
-    for rank in [0, 4] {
-        let waited = start.engines[rank].wait(Until::Durable, LONG).unwrap();
+    for engine in &mut start.engines {
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
         assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
     }
+    job.hosts[1].signal_agent(Signal::KILL);
+    agent.wait().unwrap();
+}
+
+/// The new agent must not tell the store that the ranks have ended before it has uploaded what their slots hold.
+#[test]
+fn the_last_step_of_ranks_that_ended_without_an_agent_is_committed() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    let mut agents = Vec::new();
+    for step in 2..=10 {
+        start.save_all(step);
+        job.hosts[1].signal_agent(Signal::KILL);
+        job.hosts[1].agent_is_gone();
+        if step == 10 {
+            drop(start.engines.drain(2..4));
+        }
+        agents.push(job.hosts[1].start_agent(&[]));
+        for engine in &mut start.engines {
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        }
+    }
+    job.hosts[1].signal_agent(Signal::KILL);
+    agents.iter_mut().for_each(|agent| _ = agent.wait().unwrap());
+    assert_eq!(job.steps(), (1..=10).collect::<Vec<_>>());
+}
+
+/// A start that fails leaves no sign that its rank has ended.
+#[test]
+fn a_rank_whose_first_start_failed_saves_with_the_next_agent() {
+    let job = Job::new();
+    let start = job.start("zeroth", 1);
+    drop(start);
+    let away = Away::take(job.store_path.as_ref());
+    assert!(Engine::start(job.options(2, "first")).is_err());
+    away.back();
+    let mut start = job.start("first", 2);
+    start.save_all(1);
+    start.wait_all();
+    job.hosts[1].signal_agent(Signal::KILL);
+    job.hosts[1].agent_is_gone();
+    let mut agent = job.hosts[1].start_agent(&[]);
+    // The others are first, and the new agent of host 1 waits for its trainers.
+    for step in 2..=4 {
+        start.save(0, step);
+        start.save(2, step);
+    }
+    (0..2).for_each(|_| assert!(!start.engines[0].wait(Until::Durable, Duration::from_millis(1)).unwrap().failed));
+    (2..=4).for_each(|step| start.save(1, step));
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3, 4]);
     job.hosts[1].signal_agent(Signal::KILL);
     agent.wait().unwrap();
 }

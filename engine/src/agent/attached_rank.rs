@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::run::Run;
 use super::run_event::Event;
 use crate::host_notes::HostNotes;
-use crate::processes::Process;
+use crate::lock::is_held;
 
 /// A rank to which a trainer has attached.
 pub(super) struct AttachedRank {
@@ -25,33 +25,29 @@ impl AttachedRank {
         self.run.apply(Event::Left { rank: self.rank, attachment: self.attachment });
     }
 
-    /// Process of the trainer, if it is still the last one of its rank.
-    pub(super) fn trainer(&self) -> Option<u32> {
-        self.run.read(|state, _| {
-            let rank = state.ranks.get(&self.rank).filter(|rank| rank.attachment == self.attachment);
-            rank.and_then(|rank| rank.trainer)
-        })
-    }
-
-    /// Notes that a trainer has left when its process ends. Before, it may connect again.
-    pub(super) async fn leave_with(self, process: Option<Process>) {
+    /// Notes that a trainer has left when it no longer holds the lock of its rank. Before, it may connect again.
+    pub(super) async fn leave_with_lock(self) {
         let is_last = || self.run.read(|state, _| state.ranks.get(&self.rank).is_none_or(|rank| rank.attachment == self.attachment));
-        while is_last() && process.as_ref().is_some_and(|process| !process.has_ended()) {
-            tokio::time::sleep(PROCESS_POLL).await;
+        let lock = self.run.folder.rank(self.rank).lock();
+        while is_last() && is_held(&lock) {
+            tokio::time::sleep(LOCK_POLL).await;
         }
         self.leave();
     }
 }
 
-/// Notes which ranks of a run on many hosts saved no more when an earlier agent ended, or have ended since.
-pub(super) async fn watch_earlier_trainers(run: Arc<Run>, notes: HostNotes) {
+/// Notes which ranks of a run on many hosts saved no more when an earlier agent ended, or have ended since. Call it once the
+/// arenas of all ranks are open: they may hold states of ranks that have ended.
+pub(super) async fn watch_earlier_trainers(run: Arc<Run>) {
+    let Some(hosts) = &run.spec.hosts else { return };
+    let notes = HostNotes::read(&run.folder, hosts.session);
     for rank in &notes.ended {
         run.apply(Event::SavesEnded { rank: *rank });
     }
-    let running = notes.trainers.into_iter().filter(|(rank, _)| !notes.ended.contains(rank));
-    let leaving = running.map(|(rank, trainer)| AttachedRank { run: run.clone(), rank, attachment: 0 }.leave_with(Some(trainer)));
+    let running = notes.started.into_iter().filter(|rank| !notes.ended.contains(rank));
+    let leaving = running.map(|rank| AttachedRank { run: run.clone(), rank, attachment: 0 }.leave_with_lock());
     futures::future::join_all(leaving).await;
 }
 
-/// Time between looks whether a process has ended.
-const PROCESS_POLL: Duration = Duration::from_millis(200);
+/// Time between looks whether a lock is held.
+const LOCK_POLL: Duration = Duration::from_millis(200);

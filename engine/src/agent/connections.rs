@@ -22,7 +22,6 @@ use super::registry::Registry;
 use super::run::Run;
 use super::run_event::Event;
 use crate::framing::{receive_async, send_async};
-use crate::processes::Process;
 use crate::protocol::{Attach, AttachMode, Progress, Reply, Request, Until};
 use crate::status::AgentStatus;
 
@@ -60,9 +59,8 @@ impl Agent {
         let mut attached = Vec::new();
         self.serve_requests(read, write, &mut attached).await;
         for lost in attached {
-            let process = lost.trainer().and_then(Process::find);
             lost.detach();
-            tokio::spawn(lost.leave_with(process));
+            tokio::spawn(lost.leave_with_lock());
         }
     }
 

@@ -36,7 +36,7 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
         accept_after: None,
         leader: None,
         led_as: HostNotes::read(&work.run.folder, work.hosts.session).led_as,
-        earlier: Earlier::Unknown,
+        has_rejoined: false,
     };
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -81,16 +81,8 @@ struct Committer {
     leader: Option<LeaderStatus>,
     /// Last writer id under which this host has opened the log, or tried to.
     led_as: Option<Id>,
-    earlier: Earlier,
-}
-
-/// Whether the fate of the steps that an earlier agent uploaded is known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Earlier {
-    Unknown,
-    /// The log is being read for it.
-    Asked,
-    Known,
+    /// Whether the protocol was told to look for steps that an earlier agent uploaded.
+    has_rejoined: bool,
 }
 
 impl Committer {
@@ -99,8 +91,8 @@ impl Committer {
             self.begin().await;
         }
         // An earlier agent may have uploaded what is in the arenas.
-        if self.earlier == Earlier::Unknown && has_arenas(&self.work.run) {
-            self.earlier = Earlier::Asked;
+        if !self.has_rejoined && has_arenas(&self.work.run) {
+            self.has_rejoined = true;
             self.work.apply(Event::Rejoin);
         }
         self.work.apply(Event::Tick { now_ms: self.work.elapsed_ms() });
@@ -137,10 +129,7 @@ impl Committer {
             Action::FixParent(_) | Action::Upload { .. } => {}
             Action::ReadLog => match self.read_log().await {
                 Ok(view) => {
-                    if self.earlier == Earlier::Asked {
-                        self.earlier = Earlier::Known;
-                        work.report_earlier(&view);
-                    }
+                    work.report_earlier(&view);
                     work.apply(Event::LogRead(view));
                 }
                 Err(error) => self.fail(Request::ReadLog, &error),

@@ -43,7 +43,6 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded
         saves: 0,
         pruned: None,
         steps: BTreeSet::new(),
-        has_ended: false,
     };
     let mut backoff = Backoff::new();
     loop {
@@ -80,8 +79,6 @@ struct HostEncoder {
     pruned: Option<SessionStep>,
     /// Steps of this agent in the mirror.
     steps: BTreeSet<SessionStep>,
-    /// Whether the uploader was told that the ranks of this host save no more.
-    has_ended: bool,
 }
 
 impl HostEncoder {
@@ -112,9 +109,9 @@ impl HostEncoder {
                 }
             }
         }
-        if run.read(|state, arenas| owes_end(state) && arenas.waiting_states() == 0) && !self.has_ended {
-            // Every state of these ranks is encoded or dropped by now.
-            self.has_ended = self.encoded.send(UploadWork::End).is_ok();
+        if run.read(|state, arenas| owes_end(state) && arenas.waiting_states() == 0) {
+            // Every state of these ranks is encoded or dropped by now. The uploader does this once. Fails only if it has ended.
+            let _ = self.encoded.send(UploadWork::End);
         }
         run.apply(RunEvent::EncoderProblem(self.find_obstacle().await?));
         Ok(())
@@ -386,12 +383,15 @@ async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter,
     }
     let copy = async {
         let links = writer.chain_of_parent(parent).await?;
-        Mirror::new(store, memory).copy_links(&links).await
+        match Mirror::new(store, memory).copy_links(&links).await {
+            Err(error) if is_full(&error) => Ok(Err(error)),
+            copied => copied.map(Ok),
+        }
     };
     match answer(copy, limit).await {
         // The save says what is damaged, and writes whole chunks.
         Err(error) if error.is_damage() => Ok(true),
-        answered => Ok(answered?.is_some()),
+        answered => answered?.transpose().map(|copied| copied.is_some()),
     }
 }
 

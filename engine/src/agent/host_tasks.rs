@@ -7,7 +7,6 @@ use tensorcask::Result;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::JoinHandle;
 
-use super::attached_rank::watch_earlier_trainers;
 use super::copy_watch::copy_watch_loop;
 use super::host_commit::host_commit_loop;
 use super::host_encode::host_encode_loop;
@@ -34,7 +33,6 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<J
     let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));
     let (encoded, waiting) = unbounded_channel();
     let mut tasks = vec![
-        tokio::spawn(watch_earlier_trainers(run.clone(), notes)),
         tokio::spawn(host_encode_loop(work.clone(), memory.clone(), encoded)),
         tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
         tokio::spawn(host_commit_loop(work.clone(), memory.clone(), receiver)),

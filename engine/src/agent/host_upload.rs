@@ -15,6 +15,7 @@ use super::encode::is_final;
 use super::host_work::{HostWork, UploadedStep};
 use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
+use super::run_state::owes_end;
 use crate::clock::now_ms;
 use crate::hosts::Event;
 
@@ -91,7 +92,7 @@ impl Uploader {
     /// Uploads a step, however long that takes, unless the log can no longer admit it.
     async fn upload(&self, step: WaitingStep) {
         let WaitingStep { key, sequence, generations } = step;
-        let work = &self.work;
+        let (work, begun_ms) = (&self.work, now_ms());
         if sequence == 0 && !work.has_passed(key) {
             work.apply(Event::Copied(key));
         }
@@ -114,7 +115,7 @@ impl Uploader {
         if work.run.is_stopped() {
             return;
         }
-        work.note_uploaded(key, UploadedStep { sequence, generations, uploaded_ms: now_ms() });
+        work.note_uploaded(key, UploadedStep { sequence, generations, begun_ms });
     }
 
     async fn try_upload(&self, key: SessionStep) -> Result<()> {
@@ -126,11 +127,11 @@ impl Uploader {
         Ok(())
     }
 
-    /// Notes in the store that the ranks of this host save no more.
+    /// Notes in the store that the ranks of this host save no more, unless one has attached again since.
     async fn end(&self) {
         let (work, mut backoff) = (&self.work, Backoff::new());
         let ranks = work.hosts.rank_range();
-        while !work.run.is_stopped() {
+        while work.run.read(|state, _| owes_end(state)) {
             match SessionExchange::end_ranks(&self.store, work.hosts.session, ranks).await {
                 Ok(()) => return work.run.apply(RunEvent::EndNoted),
                 Err(error) => self.note(&mut backoff, &error).await,

@@ -60,7 +60,8 @@ pub(super) struct UploadedStep {
     /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
     pub sequence: u64,
     pub generations: Vec<RankGeneration>,
-    pub uploaded_ms: u64,
+    /// Begin of the upload, in milliseconds since 1970.
+    pub begun_ms: u64,
 }
 
 /// Fate of a step.
@@ -211,7 +212,7 @@ impl HostWork {
         }
     }
 
-    /// Reports the steps that an earlier agent uploaded and whose fate is in the log.
+    /// Reports the steps of an earlier agent whose fate is in the log, unless the protocol will do so.
     pub(super) fn report_earlier(&self, view: &LogView) {
         let leading = view.leadership.of(self.hosts.session);
         let is_passed = |key: SessionStep| {
@@ -221,8 +222,9 @@ impl HostWork {
         };
         let earlier: Vec<SessionStep> = {
             let shared = self.lock();
-            let is_earlier = |key: &SessionStep| !shared.uploaded.contains_key(key) && !shared.encoded.contains(key);
-            shared.undecided.steps().keys().copied().filter(is_earlier).collect()
+            let is_known =
+                |key: &SessionStep| shared.uploaded.contains_key(key) || shared.encoded.contains(key) || shared.protocol.awaits(*key);
+            shared.undecided.undecided().filter(|key| !is_known(key)).collect()
         };
         for key in earlier.into_iter().filter(|key| is_passed(*key)) {
             let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
@@ -318,13 +320,13 @@ pub(super) fn has_arenas(run: &Run) -> bool {
 /// Reports the fate of a step that an earlier agent uploaded.
 fn report_found(work: &HostWork, key: SessionStep, fate: Fate) {
     if let Some(generations) = work.undecided_saves(key) {
-        work.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+        work.report(key, UploadedStep { sequence: 0, generations, begun_ms: now_ms() }, fate);
     }
 }
 
 /// Reports the fate of a step.
 fn report(run: &Run, key: SessionStep, step: UploadedStep, fate: Fate) {
-    let UploadedStep { sequence, generations, uploaded_ms } = step;
+    let UploadedStep { sequence, generations, begun_ms } = step;
     match fate {
         Fate::Durable => run.apply(RunEvent::Uploaded(Upload {
             tier: 0,
@@ -334,7 +336,7 @@ fn report(run: &Run, key: SessionStep, step: UploadedStep, fate: Fate) {
             step: Some(key.step),
             pending_before: u64::from(sequence > 0),
             copied: 1,
-            times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
+            times: UploadTimes { upload_ms: now_ms().saturating_sub(begun_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
         })),
         Fate::GivenUp(message) => run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
     }

@@ -79,8 +79,8 @@ impl SaveHistograms {
         add("save_encode_seconds", "Time from the raw state to a snapshot in memory", &self.encode);
         add("save_upload_seconds", "Time from memory to the commit in the first tier", &self.upload);
         add("save_commit_seconds", "Time from the call to the commit in the first tier", &self.commit);
-        add("save_in_bytes", "Size of a state", &self.bytes_in);
-        add("save_out_bytes", "Size of a snapshot", &self.bytes_out);
+        add("save_in_bytes", "Size of the state of the first rank of this host", &self.bytes_in);
+        add("save_out_bytes", "Size of a snapshot, of all ranks of this host", &self.bytes_out);
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tensorcask::{Error, ErrorKind, Result};
 use tokio::task::JoinHandle;
 
+use super::attached_rank::watch_earlier_trainers;
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
 use super::host_tasks::spawn_host_tasks;
@@ -84,6 +85,11 @@ impl Registry {
         }
         if run.folder.is_finished() {
             run.apply(Event::Finished { rank: None });
+        }
+        let watch = tokio::spawn(watch_earlier_trainers(run.clone()));
+        match self.lock().get_mut(&run.spec.key) {
+            Some(active) => active.tasks.push(watch),
+            None => watch.abort(),
         }
         Ok(())
     }

@@ -126,8 +126,9 @@ impl Run {
             Action::RemoveArena { rank } => return shared.arenas.remove(&self.folder, rank),
             Action::MarkActive => return self.folder.mark_active(),
             Action::MarkFinished => return self.folder.mark_finished(),
-            Action::NoteEnd { rank } => {
-                return self.spec.hosts.as_ref().map_or(Ok(()), |hosts| HostNotes::end_rank(&self.folder, hosts.session, rank));
+            Action::NoteEnd { rank, has_ended } => {
+                let Some(hosts) = &self.spec.hosts else { return Ok(()) };
+                return HostNotes::note_end(&self.folder, hosts.session, rank, has_ended);
             }
             Action::DropAhead => shared.ahead = None,
             Action::LogCommit(save) => {

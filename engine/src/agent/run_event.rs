@@ -77,9 +77,10 @@ pub(super) enum Action {
     MarkActive,
     /// Note for later agents that the run has finished.
     MarkFinished,
-    /// Many hosts: note for later agents that a rank saves no more.
+    /// Many hosts: note for later agents whether a rank saves no more.
     NoteEnd {
         rank: u32,
+        has_ended: bool,
     },
     /// Drop the part of the last snapshot that was sent ahead to the first tier.
     DropAhead,

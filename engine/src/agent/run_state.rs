@@ -217,8 +217,9 @@ impl RunState {
         let state = self.ranks.entry(rank).or_default();
         state.encoded = state.encoded.max(arena.encoded);
         (state.trainer, state.session, state.is_finished, state.has_left) = (Some(pid), self.session, false, false);
+        // A trainer that has announced its end repeats that whenever it waits.
+        state.saves_no_more = false;
         if mode != AttachMode::Continue {
-            state.saves_no_more = false;
             // A new trainer hears only of saves that it may still wait for.
             let durable = state.durable;
             let is_in_arena = |generation: u64| arena.failed.iter().any(|failed| failed.generation == generation);
@@ -231,6 +232,9 @@ impl RunState {
             }
         }
         state.attachment += 1;
+        if self.end_noted.is_some() {
+            actions.push(Action::NoteEnd { rank, has_ended: false });
+        }
         // The first rank decides for all ranks of this host.
         if mode != AttachMode::Continue && rank == self.local_ranks.start {
             if mode == AttachMode::TakeOverAfresh {
@@ -405,12 +409,15 @@ impl RunState {
         let mut actions = Vec::new();
         // Older epochs were uploaded first.
         let is_uploaded = |committed: &CommittedSnapshot| (committed.epoch, committed.sequence) <= (upload.epoch, upload.sequence);
+        // An upload may have copied a snapshot that was committed in memory after it began. The next one reports it.
+        let mut is_news = upload.copied > 0;
         while self.memory.committed.front().is_some_and(is_uploaded) {
             let Some(committed) = self.memory.committed.pop_front() else { break };
+            is_news = true;
             actions.extend(self.saves.on_committed(committed.first_generation(), upload.times).map(Action::LogCommit));
         }
         self.saves.forget_starts(self.ranks.get(&self.local_ranks.start).map_or(0, |state| state.durable));
-        if let (1.., Some(step)) = (upload.copied, upload.step) {
+        if let (true, Some(step)) = (is_news, upload.step) {
             self.saves.last_commit = Some(Commit { step, time_ms: upload.times.time_ms });
         }
         actions
@@ -481,7 +488,7 @@ pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
 
 /// A rank may save no more. The states of other ranks that wait for it are dropped.
 fn after_end(run: &RunState, rank: u32) -> Vec<Action> {
-    let note = (run.end_noted.is_some() && saves_no_more(run, rank)).then_some(Action::NoteEnd { rank });
+    let note = (run.end_noted.is_some() && saves_no_more(run, rank)).then_some(Action::NoteEnd { rank, has_ended: true });
     note.into_iter().chain([Action::WakeEncoder]).collect()
 }
 

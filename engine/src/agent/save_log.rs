@@ -46,8 +46,9 @@ pub(super) struct UploadTimes {
 }
 
 impl SaveLog {
+    /// The last saves.
     pub(super) fn saves(&self) -> impl Iterator<Item = &SaveStatus> {
-        self.saves.iter()
+        self.saves.iter().skip(self.saves.len().saturating_sub(MAX_SAVES))
     }
 
     /// Step of a save; 0 if it is unknown.
@@ -73,7 +74,8 @@ impl SaveLog {
             queue_depth,
             ..SaveStatus::default()
         });
-        while self.saves.len() > MAX_SAVES {
+        let has_ended = |save: &SaveStatus| save.upload_ms.is_some() || save.error.is_some();
+        while self.saves.len() > MAX_SAVES && (self.saves.len() > MAX_WAITING || self.saves.front().is_some_and(has_ended)) {
             self.saves.pop_front();
         }
     }
@@ -112,3 +114,5 @@ impl SaveLog {
 
 /// Number of saves in a status report.
 const MAX_SAVES: usize = 64;
+/// Number of saves to remember if they wait for their commit, for the histograms. As many do not fit into memory.
+const MAX_WAITING: usize = 4096;

@@ -68,11 +68,7 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
             true => copier.take_over().await?,
             false => copier.take_over_from(from).await?,
         }
-        let latest = copier.latest().map(|latest| latest.id);
-        KnownTiers::update(&run.folder, url, |known| known.taken_over(latest, id, from))?;
-        if tier > 0 {
-            forget_abandoned(run, source, destination, copier.latest()).await?;
-        }
+        note_takeover(run, tier, source, destination, &copier, (id, from)).await?;
     } else {
         let earlier: Vec<Id> = known.taking_over.map(|takeover| takeover.id).into_iter().chain(known.writer).collect();
         match from {
@@ -83,13 +79,30 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
         }
         // An earlier agent took the tier over, and was killed before it could note that.
         if let Some(takeover) = known.taking_over {
-            let latest = copier.latest().map(|latest| latest.id);
-            KnownTiers::update(&run.folder, url, |known| known.taken_over(latest, id, takeover.from))?;
+            let former = takeover.from.filter(|_| from == Some(takeover.id));
+            note_takeover(run, tier, source, destination, &copier, (id, former)).await?;
         }
     }
     let latest = copier.latest().map(|latest| Commit { step: latest.step, time_ms: latest.time_ms });
     run.apply(Event::TierTakenOver { tier, orders, latest });
     Ok(copier)
+}
+
+/// Notes that this run has taken a tier over, as a new writer, from a former one.
+async fn note_takeover(
+    run: &Run,
+    tier: usize,
+    source: &Store,
+    destination: &Store,
+    copier: &Copier,
+    (id, former): (Id, Option<Id>),
+) -> Result<()> {
+    if tier > 0 {
+        // Noted afterwards: an agent that is killed here leaves it to the next one.
+        forget_abandoned(run, source, destination, copier.latest()).await?;
+    }
+    let latest = copier.latest().map(|latest| latest.id);
+    KnownTiers::update(&run.folder, destination.url(), |known| known.taken_over(latest, id, former))
 }
 
 /// Fails with `Fenced` if another job has written to a tier since this host last saw it. Without this check, this host

@@ -79,6 +79,12 @@ impl UndecidedSaves {
         }
     }
 
+    /// Steps that are not known to be decided.
+    pub(super) fn undecided(&self) -> impl Iterator<Item = SessionStep> + '_ {
+        self.steps.keys().copied().filter(|key| Some(*key) != self.durable)
+    }
+
+    /// The undecided steps and the newest durable one, with their saves.
     pub(super) fn steps(&self) -> &BTreeMap<SessionStep, Vec<RankGeneration>> {
         &self.steps
     }

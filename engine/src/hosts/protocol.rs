@@ -195,10 +195,9 @@ impl HostProtocol {
         self.view.leadership.of(self.options.session).is_some_and(|leading| is_passed(leading, key))
     }
 
-    /// Uploaded steps that wait for their commit.
-    #[cfg(test)]
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = SessionStep> {
-        self.steps.iter().filter(|(_, stage)| matches!(stage, Stage::Uploaded { .. })).map(|(key, _)| *key)
+    /// Whether an action will tell the fate of a step.
+    pub(crate) fn awaits(&self, key: SessionStep) -> bool {
+        self.steps.contains_key(&key)
     }
 
     /// The session has ended: another one has the store.
@@ -396,6 +395,12 @@ const HOPELESS_TURNS: u32 = 4;
 fn is_passed(leading: &LeaderState, key: SessionStep) -> bool {
     let now = leading.leader.attempt;
     key.attempt < now || (key.attempt == now && leading.newest.is_some_and(|newest| key.step <= newest))
+}
+
+/// Uploaded steps that wait for their commit.
+#[cfg(test)]
+pub(crate) fn waiting(protocol: &HostProtocol) -> impl Iterator<Item = SessionStep> {
+    protocol.steps.iter().filter(|(_, stage)| matches!(stage, Stage::Uploaded { .. })).map(|(key, _)| *key)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use tensorcask::Leadership;
 use tensorcask::wire::{Id, Leader, SessionStep};
 
-use super::{HostOptions, HostProtocol};
+use super::{HostOptions, HostProtocol, waiting};
 use crate::hosts::{Action, Event, LogView, Request, SurveyedStep};
 
 const OURS: Id = Id([1; 16]);
@@ -60,7 +60,7 @@ fn a_host_that_rejoins_asks_for_its_uploaded_steps_until_it_knows_them() {
     assert_eq!(agent.apply(Event::LogRead(begun())), [Action::Survey]);
     let found = SurveyedStep { is_complete: false, ..complete(5) };
     assert_eq!(agent.apply(Event::Surveyed(vec![found])), []);
-    assert_eq!(agent.waiting().collect::<Vec<_>>(), [key(5)]);
+    assert_eq!(waiting(&agent).collect::<Vec<_>>(), [key(5)]);
     let committed = view(&[(HOST_0, Err(Some(leader(OURS, 0, 1)))), (HOST_0, Ok(5))]);
     assert_eq!(agent.apply(Event::LogRead(committed)), [Action::Durable(key(5))]);
     assert_eq!(agent.apply(Event::Tick { now_ms: 4 }), [], "all is known");

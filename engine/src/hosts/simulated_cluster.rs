@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tensorcask::wire::{Id, SessionStep};
 
 use super::event::Event;
+use super::protocol::waiting;
 use super::simulated_host::{Answer, Clock, Host, Query, Task};
 use super::simulated_setup::{Mistake, Random, Setup};
 use super::simulated_store::{Change, Entry, SimStore, StepName};
@@ -148,7 +149,7 @@ impl Cluster {
     /// A living host of the last session that waits for a complete step, or for one that will never be.
     fn waiting_host(&self) -> Option<(u32, StepName)> {
         let living = self.hosts.iter().filter(|host| host.is_up && host.trains && !host.protocol.is_ended());
-        let mut waiting = living.flat_map(|host| host.protocol.waiting().map(|key| (host.place, StepName { session: host.session, key })));
+        let mut waiting = living.flat_map(|host| waiting(&host.protocol).map(|key| (host.place, StepName { session: host.session, key })));
         let ended = self.ended_ranks();
         waiting.find(|(_, name)| self.store.is_complete(*name, self.setup.world()) || self.store.lacks(*name, &ended))
     }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use tensorcask::wire::Id;
 
-use super::super::run_event::{ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots};
-use super::super::save_log::Encoding;
+use super::super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots, Upload};
+use super::super::save_log::{Encoding, UploadTimes};
 use super::RunState;
 use crate::options::Encode;
 use crate::protocol::AttachMode;
@@ -77,6 +77,58 @@ fn the_end_of_an_old_connection_does_not_detach_a_new_trainer() {
     assert!(state.is_attached());
     state.apply(Event::Detached { rank: 0, attachment: 2 });
     assert!(!state.is_attached());
+}
+
+#[test]
+fn the_last_commit_is_known_if_an_earlier_upload_took_the_snapshot_along() {
+    let mut state = RunState::new(1, Encode::Agent);
+    attach(&mut state, 0, AttachMode::TakeOver);
+    for generation in 1..=2 {
+        let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
+        state.apply(Event::Encoded(EncodedSave {
+            step: 10 * generation,
+            generations: vec![generation],
+            epoch: 0,
+            sequence: generation,
+            encoding,
+        }));
+    }
+    // The first upload read the log in memory before it had the second snapshot, and copied both.
+    for (generation, copied) in [(1, 2), (2, 0)] {
+        state.apply(Event::Uploaded(Upload {
+            tier: 0,
+            encoded: BTreeMap::from([(0, generation)]),
+            epoch: 0,
+            sequence: generation,
+            step: Some(10 * generation),
+            pending_before: 2,
+            copied,
+            times: UploadTimes { upload_ms: 0.0, ahead_bytes: 0, time_ms: 0 },
+        }));
+        assert_eq!(state.saves.last_commit.map(|commit| commit.step), Some(10 * generation));
+        assert_eq!(state.ranks[&0].durable, generation);
+    }
+}
+
+/// A lost connection does not mean that the trainer has ended, even if it once looked so.
+#[test]
+fn a_rank_of_many_hosts_that_attaches_again_has_not_ended() {
+    let mut state = RunState::new(1, Encode::Agent).of_host(0..1);
+    attach(&mut state, 0, AttachMode::TakeOver);
+    state.apply(Event::Detached { rank: 0, attachment: 1 });
+    assert!(state.apply(Event::Left { rank: 0, attachment: 1 }).contains(&Action::NoteEnd { rank: 0, has_ended: true }));
+    assert!(super::owes_end(&state));
+    let arena = Some(ArenaSummary::default());
+    let again = Attachment { rank: 0, pid: 0, mode: AttachMode::Continue, session: 0, arena, latest: BTreeMap::new() };
+    assert!(state.apply(Event::Attached(again.clone())).contains(&Action::NoteEnd { rank: 0, has_ended: false }));
+    assert!(!super::owes_end(&state));
+    state.apply(Event::Left { rank: 0, attachment: 1 });
+    assert!(!super::owes_end(&state), "the news is of the earlier connection");
+    // A new agent reads in the notes that the rank has ended, and the trainer comes back.
+    state.apply(Event::SavesEnded { rank: 0 });
+    assert!(super::owes_end(&state));
+    state.apply(Event::Attached(again));
+    assert!(!super::owes_end(&state));
 }
 
 #[test]
