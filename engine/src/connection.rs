@@ -8,12 +8,6 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::Request as HttpRequest;
-use hyper::body::Bytes;
-use hyper::client::conn::http1::handshake;
-use hyper::header::HOST;
-use hyper_util::rt::TokioIo;
 use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::{Error, ErrorKind, Result};
 
@@ -187,13 +181,21 @@ fn log_tail(log: &Path) -> String {
     }
 }
 
-/// Requests the status from the agent of a folder.
-fn request_status(folder: Option<&Path>, request: &Request) -> Result<AgentStatus> {
-    let reply = connect(folder)?.request(request, Duration::ZERO).map_err(|e| Error::io("the agent's socket", e))??;
-    match reply {
+/// Sends a request to the agent of a folder, and receives its reply.
+fn request(folder: Option<&Path>, request: &Request) -> Result<Reply> {
+    connect(folder)?.request(request, Duration::ZERO).map_err(|e| Error::io("the agent's socket", e))?
+}
+
+fn request_status(folder: Option<&Path>, asked: &Request) -> Result<AgentStatus> {
+    match request(folder, asked)? {
         Reply::Status(status) => Ok(*status),
-        other => other.progress().and(Err(Error::corrupt("the agent sent a reply to another request"))),
+        other => Err(unexpected(other)),
     }
+}
+
+/// The error that a reply reports, or that it is a reply to another request.
+fn unexpected(reply: Reply) -> Error {
+    reply.progress().err().unwrap_or_else(|| Error::corrupt("the agent sent a reply to another request"))
 }
 
 fn connect(folder: Option<&Path>) -> Result<Connection> {
@@ -222,26 +224,12 @@ pub fn stop_agent(folder: Option<&Path>) -> Result<AgentStatus> {
     }
 }
 
-/// Fetches the agent's metrics over HTTP, as Prometheus does.
+/// Reports the metrics of the agent of a folder, in the text format of OpenMetrics.
 pub fn agent_metrics(folder: Option<&Path>) -> Result<String> {
-    let stream = connect(folder)?.stream.into_inner();
-    let fail = |e: Box<dyn std::error::Error + Send + Sync>| {
-        Error::new(ErrorKind::Storage, format!("the agent does not tell its metrics: {e}")).object("the agent's socket")
-    };
-    let fetch = async {
-        stream.set_nonblocking(true)?;
-        let stream = TokioIo::new(tokio::net::UnixStream::from_std(stream)?);
-        let (mut sender, connection) = handshake(stream).await?;
-        let request = HttpRequest::get("/metrics").header(HOST, "agent").body(Empty::<Bytes>::new())?;
-        tokio::spawn(connection);
-        let answer = Limited::new(sender.send_request(request).await?.into_body(), MAX_METRICS_BYTES).collect().await?;
-        Ok(String::from_utf8(answer.to_bytes().into())?)
-    };
-    let runtime = crate::runtime::build("tensorcask-metrics", 1)?;
-    let fetch = async { tokio::time::timeout(REPLY_TIMEOUT, fetch).await? };
-    // The caller may be in a runtime of its own.
-    let fetched = std::thread::scope(|scope| scope.spawn(|| runtime.block_on(fetch)).join());
-    fetched.unwrap_or_else(|_| Err("the request has failed".into())).map_err(fail)
+    match request(folder, &Request::Metrics {})? {
+        Reply::Metrics { text } => Ok(text),
+        other => Err(unexpected(other)),
+    }
 }
 
 /// Environment variable that names the agent's program.
@@ -250,5 +238,3 @@ const PROGRAM_VARIABLE: &str = "TENSORCASK_AGENT";
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time within which a reply must arrive, in addition to the wait that the request asks for.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
-/// More than the metrics of any agent.
-const MAX_METRICS_BYTES: usize = 64 << 20;

@@ -99,7 +99,7 @@ pub(crate) async fn receive_async<T: DeserializeOwned>(input: &mut (impl AsyncBu
 }
 
 /// Version of the protocol.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Largest size of a message.
 const MAX_BYTES: usize = 16 << 20;
@@ -111,7 +111,7 @@ const MAX_HEAD: u64 = 9;
 mod tests {
     use tensorcask::ErrorKind;
 
-    use super::{receive, send};
+    use super::{VERSION, receive, send};
     use crate::protocol::Request;
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
     fn invalid_messages_are_errors() {
         let mut other = Vec::new();
         send(&mut other, &Request::Status {}).unwrap();
-        let other = String::from_utf8(other).unwrap().replace("\"v\":3", "\"v\":1");
+        let other = String::from_utf8(other).unwrap().replace(&format!("\"v\":{VERSION}"), "\"v\":1");
         for (bytes, kind) in [
             (&b"12345678901234\n{}"[..], ErrorKind::Corrupt),
             (b"99999999\n{}", ErrorKind::Corrupt),

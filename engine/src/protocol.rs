@@ -39,6 +39,8 @@ pub(crate) enum Request {
     Detach { key: String, rank: u32, clear: bool },
     /// Report the status.
     Status {},
+    /// Report the metrics.
+    Metrics {},
     /// Encode and upload everything, then end.
     Stop {},
 }
@@ -89,6 +91,8 @@ pub(crate) enum Reply {
     Progress(Progress),
     /// To `status` and `stop`.
     Status(Box<AgentStatus>),
+    /// To `metrics`: their text.
+    Metrics { text: String },
     /// The request failed.
     Failed { kind: String, message: String },
 }
@@ -194,7 +198,7 @@ impl Reply {
         match self {
             Self::Progress(progress) => Ok(progress),
             Self::Failed { kind, message } => Err(Error::new(kind_of(&kind), format!("the agent says: {message}"))),
-            Self::Status(_) => Err(Error::corrupt("the agent sent a reply to another request")),
+            Self::Status(_) | Self::Metrics { .. } => Err(Error::corrupt("the agent sent a reply to another request")),
         }
     }
 }

@@ -100,6 +100,14 @@ fn status_and_metrics_report_the_times_of_a_save() {
         assert!(metrics.lines().any(|line| line.starts_with(&format!("tensorcask_{name}{{run="))), "{name}: {metrics}");
     }
     assert_eq!(cli(&host, &["metrics"]).0, 0);
+    // As Prometheus asks.
+    let mut stream = UnixStream::connect(host.engine_folder().join("agent.sock")).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: agent\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK") && head.contains("application/openmetrics-text"), "{head}");
+    assert!(body.contains("tensorcask_save_stall_seconds_count{") && body.ends_with("# EOF\n"), "{body}");
 }
 
 #[test]

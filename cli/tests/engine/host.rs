@@ -85,6 +85,12 @@ impl Host {
         }
     }
 
+    /// Kills the agent, and waits until it is gone.
+    pub(crate) fn kill_agent(&self) {
+        self.signal_agent(Signal::KILL);
+        self.agent_is_gone();
+    }
+
     /// Starts an agent and waits until it listens.
     pub(crate) fn start_agent(&self, arguments: &[&str]) -> Child {
         let child = self.spawn_agent(arguments);

@@ -145,6 +145,7 @@ impl Agent {
                 self.registry.clear_finished();
                 Ok(Reply::Progress(progress))
             }
+            Request::Metrics {} => metrics(self.status(), &self.registry.committed_saves).map(|text| Reply::Metrics { text }),
             Request::Status {} => Ok(Reply::Status(Box::new(self.status()))),
             Request::Stop {} => {
                 self.stop.send_replace(true);

@@ -103,7 +103,7 @@ impl Collector for Gauges {
         let Self(status) = self;
         for (name, help, value) in OF_AGENT {
             let metric = out.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            ConstGauge::new(value(status).unwrap_or(f64::NAN)).encode(metric)?;
+            ConstGauge::new(value(status)).encode(metric)?;
         }
         for (name, help, value) in OF_RUN {
             let mut metric = out.encode_descriptor(name, help, None, MetricType::Gauge)?;
@@ -130,11 +130,14 @@ impl Collector for Gauges {
 /// A gauge: its name, its description, and its value, if that is known.
 type Gauge<T> = (&'static str, &'static str, fn(&T) -> Option<f64>);
 
-const OF_AGENT: [Gauge<AgentStatus>; 3] = [
-    ("agent_uptime_seconds", "Seconds since the agent started.", |agent| Some(agent.uptime_s)),
-    ("agent_resident_bytes", "Resident memory of the agent.", |agent| Some(agent.resident_bytes as f64)),
+/// A gauge whose value is always known.
+type KnownGauge<T> = (&'static str, &'static str, fn(&T) -> f64);
+
+const OF_AGENT: [KnownGauge<AgentStatus>; 3] = [
+    ("agent_uptime_seconds", "Seconds since the agent started.", |agent| agent.uptime_s),
+    ("agent_resident_bytes", "Resident memory of the agent.", |agent| agent.resident_bytes as f64),
     ("host_memory_bytes", "Memory of the engine on this host: arenas, encoded snapshots, copies, agent.", |agent| {
-        Some(agent.host_memory_bytes() as f64)
+        agent.host_memory_bytes() as f64
     }),
 ];
 
