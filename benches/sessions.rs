@@ -18,7 +18,7 @@ use tensorcask::{
 
 const RANKS_PER_HOST: u32 = 8;
 const HOSTS: [u32; 4] = [1, 8, 64, 1250];
-/// Hosts whose requests are counted; those of the others are taken for as many.
+/// Hosts whose requests are counted. The others are assumed to send as many each.
 const COUNTED_HOSTS: u32 = 64;
 /// Columns of each tensor. Each rank has one row.
 const COLUMNS: u64 = 256;

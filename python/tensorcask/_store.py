@@ -58,7 +58,7 @@ class Store(Upkeep):
             ``abfss://container@account.dfs.core.windows.net/prefix``), ``http(s)://`` or ``memory://name``; or a store of
             obstore (local, S3, GCS, Azure), whose settings are used.
         config: Settings that override those of the environment, such as ``aws_region`` and ``aws_endpoint``. The keys
-            ``contact_timeout`` (``"5s"``) and ``retry_timeout`` (about a minute) limit how long the first request to a server
+            ``contact_timeout`` (``"5s"``) and ``retry_timeout`` (1 to 3 minutes) limit how long the first request to a server
             and later requests are retried.
         credential_provider: For S3 and Azure, a ``boto3.Session``, or a function that returns credentials as providers
             of obstore do (``access_key_id``, ``secret_access_key``, ``token``, ``expires_at``). It is asked again

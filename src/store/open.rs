@@ -43,7 +43,7 @@ pub struct StoreOptions {
     /// | key | environment | default | meaning |
     /// |---|---|---|---|
     /// | `contact_timeout` | `TENSORCASK_CONTACT_TIMEOUT` | `5s` | time for which the first request to a server is retried |
-    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | 17 retries, about 1 min | time for which each later request is retried; below 5 min |
+    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | 17 retries, 1 to 3 min | time for which each later request is retried; below 5 min |
     ///
     /// A server counts as contacted after its first answer, whatever the status. A wrong endpoint or missing
     /// credentials are therefore reported within seconds, while later requests survive an outage of the storage.
@@ -228,8 +228,8 @@ impl StoreOptions {
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {
-        // At most 5 s between attempts, so that work goes on soon after an outage. All attempts take about a minute: each wait is
-        // random, twice the one before on average.
+        // At most 5 s between attempts, so that work goes on soon after an outage. All waits take about a minute: each is
+        // random, twice the one before on average. Attempts that nobody answers take time, too, up to the limit of 3 minutes.
         let backoff = object_store::BackoffConfig { max_backoff: Duration::from_secs(5), base: 4.0, ..Default::default() };
         let default = object_store::RetryConfig { backoff, max_retries: 17, ..Default::default() };
         Ok(match self.time(RETRY_TIMEOUT, "TENSORCASK_RETRY_TIMEOUT", url)? {
