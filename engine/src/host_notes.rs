@@ -59,15 +59,15 @@ impl HostNotes {
         self.known.is_some() && !self.is_accepted
     }
 
-    /// Changes the notes about this session. Trainers and the agent may do so at the same time. A trainer calls this: notes
-    /// about another session are replaced.
+    /// Changes the notes about this session. Trainers and the agent may do so at the same time. This is for trainers: it
+    /// replaces notes about another session.
     pub(crate) fn update(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let _held = lock_beside(&folder.session_notes())?;
         Self::read(folder, session).change(folder, change)
     }
 
-    /// The same for the agent, whose session may be over: returns `false`, and changes nothing, if the notes are about another
-    /// session.
+    /// The same for the agent, whose session may be over: if the notes are about another session, it changes nothing and
+    /// returns `false`.
     pub(crate) fn update_current(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self)) -> Result<bool> {
         let _held = lock_beside(&folder.session_notes())?;
         if Self::find(folder).is_some_and(|found| found.session != session) {

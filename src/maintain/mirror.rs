@@ -101,11 +101,14 @@ impl Mirror {
         Ok(())
     }
 
-    /// Copies manifests and directories of snapshots that the mirror has not followed yet.
+    /// Copies manifests and directories of snapshots of which the mirror lacks the manifest.
     #[boxed]
     pub async fn copy_links(&self, links: &[SnapshotRecord]) -> Result<()> {
-        for record in links {
-            self.copy_link(&record.manifest_place()).await?;
+        for place in links.iter().map(SnapshotRecord::manifest_place) {
+            // An inline manifest is in the log entry.
+            if place.inline_in.is_none() && self.memory.objects().head_if_present(&place.path).await?.is_none() {
+                self.copy_link(&place).await?;
+            }
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use tensorcask::maintain::{self, Mirror, VerifyOptions};
-use tensorcask::wire::{Id, Leader, SessionName};
+use tensorcask::wire::{Id, Leader, Receipt, SessionName};
 use tensorcask::{ErrorKind, HostWriter, LeaderWriter, Metadata, RankState, SessionExchange, SessionLog, Slice, Store, StoreOptions};
 
 use super::common::objects_of;
@@ -60,15 +60,7 @@ impl Hosts {
         for (host, (writer, mirror)) in (0..).zip(&mut self.hosts) {
             mirror.follow(&log).await.unwrap();
             let parent = writer.fix_parent(at(0, step)).await.unwrap();
-            let rows: Vec<(Vec<u8>, bool)> = ranks(host).into_iter().map(&row_of).collect();
-            let mut states = Vec::new();
-            for (rank, (row, is_whole)) in ranks(host).into_iter().zip(&rows) {
-                states.push(match is_whole {
-                    true => RankState { metadata: Metadata::default(), ..state(0, 1, row) },
-                    false => state(rank, WORLD, row),
-                });
-            }
-            writer.save(at(0, step), parent, &states).await.unwrap();
+            save_on(writer, host, step, parent, &row_of).await;
         }
     }
 
@@ -104,6 +96,25 @@ impl Hosts {
         }
         memory(&union)
     }
+}
+
+/// Saves the rows of the ranks of one host: each is a part of a tensor, or the whole tensor.
+async fn save_on(
+    writer: &mut HostWriter,
+    host: u32,
+    step: u64,
+    parent: Option<Id>,
+    row_of: impl Fn(u32) -> (Vec<u8>, bool),
+) -> Vec<Receipt> {
+    let rows: Vec<(Vec<u8>, bool)> = ranks(host).into_iter().map(row_of).collect();
+    let mut states = Vec::new();
+    for (rank, (row, is_whole)) in ranks(host).into_iter().zip(&rows) {
+        states.push(match is_whole {
+            true => RankState { metadata: Metadata::default(), ..state(0, 1, row) },
+            false => state(rank, WORLD, row),
+        });
+    }
+    writer.save(at(0, step), parent, &states).await.unwrap()
 }
 
 pub(super) fn copy_all(from: &Path, to: &Path) {
@@ -158,9 +169,7 @@ async fn a_mirror_with_the_manifests_of_a_parent_makes_a_delta_without_the_casks
     mirror.copy_links(&links).await.unwrap();
     assert!(writer.has_parent(parent).await.unwrap());
     std::fs::rename(hosts.path("store"), hosts.path("away")).unwrap();
-    let rows: Vec<Vec<u8>> = ranks(0).into_iter().map(|rank| row(2, rank)).collect();
-    let states: Vec<RankState<'_>> = ranks(0).into_iter().zip(&rows).map(|(rank, row)| state(rank, WORLD, row)).collect();
-    let receipts = hosts.hosts[0].0.save(at(0, 2), Some(parent), &states).await.unwrap();
+    let receipts = save_on(&mut hosts.hosts[0].0, 0, 2, Some(parent), |rank| (row(2, rank), false)).await;
     assert!(receipts.iter().all(|receipt| receipt.parent.as_ref().is_some_and(|found| found.snapshot == parent)), "{receipts:?}");
 }
 

@@ -64,8 +64,7 @@ fn states_of_two_starts_are_never_joined() {
     (first, second) = (rank(&host, 0), rank(&host, 1));
     assert_eq!((first.restore(Latest).unwrap().step, second.restore(Latest).unwrap().step), (2, 2));
     // The agent is killed, too. The next agent knows the earlier starts.
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     for (engine, rank) in [(&mut first, 0), (&mut second, 1)] {
         save_half(engine, rank, 3, 3);
         save_half(engine, rank, 4, 3);
@@ -181,8 +180,7 @@ fn an_agent_without_a_trainer_fences_no_other_job() {
     save(&mut other, 2);
     assert!(other.wait(Until::Durable, LONG).unwrap().reached);
     // The next agent does not fence it either. It ends once it has looked at the store.
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     host.run_agent_until_idle();
     save(&mut other, 3);
     assert!(other.wait(Until::Durable, LONG).unwrap().reached);
@@ -209,8 +207,7 @@ fn arenas_of_former_ranks_are_removed() {
     assert!(alone.wait(Until::Durable, LONG).unwrap().reached);
     let arena = host.engine_folder().join(&host.status().runs[0].key).join("rank-1/arena");
     until("the arena of rank 1 is gone", || !arena.exists());
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     save(&mut alone, 4);
     alone.finish().unwrap();
     until("the run is cleared", || host.status().runs.is_empty());
@@ -228,8 +225,7 @@ fn waiting_states_are_encoded_before_a_job_of_another_size_continues() {
     host.signal_agent(Signal::STOP);
     save_half(&mut first, 0, 2, 1);
     save_half(&mut second, 1, 2, 1);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     drop((first, second));
     let mut alone = host.engine();
     let found = alone.restore(Latest).unwrap();
@@ -252,8 +248,7 @@ fn waiting_states_are_encoded_before_a_trainer_encodes_inline() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     host.signal_agent(Signal::STOP);
     save(&mut engine, 2);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     drop(engine);
     let mut engine = Engine::start(inline()).unwrap();
     assert_eq!(engine.restore(Latest).unwrap().step, 2);
@@ -367,8 +362,7 @@ fn saves_after_memory_was_removed_are_not_out_of_date() {
     assert_eq!(engine.restore(Latest).unwrap().step, 2);
     let away = Away::take(&host.store_path());
     save(&mut engine, 3);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     drop(engine);
     away.back();
     let mut engine = host.engine();
@@ -433,8 +427,7 @@ fn the_next_agent_clears_a_finished_run() {
     let away = Away::take(&far);
     save(&mut engine, 2);
     engine.finish().unwrap();
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     let run = host.engine_folder().join(key);
     assert!(run.join("memory-0").exists());
     away.back();

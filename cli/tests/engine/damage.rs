@@ -3,7 +3,6 @@
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, SystemTime};
 
-use rustix::process::Signal;
 use tensorcask::Latest;
 use tensorcask::blocking::maintain;
 use tensorcask::maintain::GcOptions;
@@ -51,8 +50,7 @@ fn the_next_agent_knows_of_a_snapshot_damaged_in_memory() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().failed);
     save(&mut engine, 4);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     save(&mut engine, 5);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let third = engine.wait_for(3, Until::Durable, LONG).unwrap();
@@ -143,8 +141,7 @@ fn a_base_damaged_in_memory_is_followed_by_another_base() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     damage_cask_of(&host, 1);
     // A new agent has not read the base yet.
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     for step in 2..=3 {
         save(&mut engine, step);
         let waited = engine.wait(Until::Durable, LONG).unwrap();
@@ -163,8 +160,7 @@ fn memory_that_cannot_be_opened_is_kept_beside_a_new_store() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let folder = host.engine_folder().join(&host.status().runs[0].key);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     std::fs::write(folder.join("memory-0/store.json"), b"damage").unwrap();
     save(&mut engine, 2);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);

@@ -226,8 +226,7 @@ fn another_host_commits_after_the_leader_was_killed_between_receipts_and_commit(
     // The receipts of the leader's ranks are in the store. It cannot commit yet, because those of other ranks are not.
     start.save(0, 2);
     job.wait_for_receipts(2, RANKS);
-    job.hosts[0].signal_agent(Signal::KILL);
-    job.hosts[0].agent_is_gone();
+    job.hosts[0].kill_agent();
     start.save(1, 2);
     start.save(2, 2);
     start.wait(1, Until::Durable);
@@ -409,8 +408,7 @@ fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
     start.save_all(2);
     (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
     for host in &job.hosts {
-        host.signal_agent(Signal::KILL);
-        host.agent_is_gone();
+        host.kill_agent();
     }
     std::fs::remove_file(&job.store_path).unwrap();
     std::fs::rename(&hidden, &job.store_path).unwrap();
@@ -421,135 +419,6 @@ fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
     (1..=2).for_each(|step| job.assert_holds(step, 1));
     assert!(job.store().snapshot(2).unwrap().record().parent.is_some(), "a delta on the step that memory holds");
     job.assert_clean();
-}
-
-#[test]
-fn a_new_agent_knows_which_ranks_have_ended() {
-    let job = Job::new();
-    let mut start = job.start("first", 1);
-    start.save_all(1);
-    start.wait_all();
-    // Hosts 0 and 2 save another step. One rank of host 1 has ended.
-    start.save(0, 2);
-    start.save(2, 2);
-    job.wait_for_receipts(2, 4);
-    start.engines.remove(3).finish().unwrap();
-    job.hosts[1].signal_agent(Signal::KILL);
-    job.hosts[1].agent_is_gone();
-    // The other rank of host 1 ends. Its trainer starts the next agent.
-    start.engines.remove(2).finish().unwrap();
-    for mut engine in start.engines {
-        let waited = engine.wait(Until::Durable, LONG).unwrap();
-        assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
-    }
-    assert_eq!(job.steps(), [1]);
-}
-
-#[test]
-fn a_new_agent_sees_that_trainers_ended_without_an_agent() {
-    let job = Job::new();
-    let mut start = job.start("first", 1);
-    start.save_all(1);
-    start.wait_all();
-    start.save(0, 2);
-    start.save(2, 2);
-    job.wait_for_receipts(2, 4);
-    job.hosts[1].signal_agent(Signal::KILL);
-    job.hosts[1].agent_is_gone();
-    // Nobody tells an agent.
-    drop(start.engines.drain(2..4));
-    let mut agent = job.hosts[1].start_agent(&[]);
-    for engine in &mut start.engines {
-        let waited = engine.wait(Until::Durable, LONG).unwrap();
-        assert!(!waited.reached && waited.failures[0].message.contains("rank 2 to 3 did not save"), "{waited:?}");
-    }
-    job.hosts[1].signal_agent(Signal::KILL);
-    agent.wait().unwrap();
-}
-
-/// The new agent must not tell the store that the ranks have ended before it has uploaded what their slots hold.
-#[test]
-fn the_last_step_of_ranks_that_ended_without_an_agent_is_committed() {
-    let job = Job::new();
-    let mut start = job.start("first", 1);
-    start.save_all(1);
-    start.wait_all();
-    let mut agents = Vec::new();
-    for step in 2..=10 {
-        start.save_all(step);
-        job.hosts[1].signal_agent(Signal::KILL);
-        job.hosts[1].agent_is_gone();
-        if step == 10 {
-            drop(start.engines.drain(2..4));
-        }
-        agents.push(job.hosts[1].start_agent(&[]));
-        for engine in &mut start.engines {
-            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-        }
-    }
-    job.hosts[1].signal_agent(Signal::KILL);
-    agents.iter_mut().for_each(|agent| _ = agent.wait().unwrap());
-    assert_eq!(job.steps(), (1..=10).collect::<Vec<_>>());
-}
-
-/// A start that fails leaves no sign that its rank has ended.
-#[test]
-fn a_rank_whose_first_start_failed_saves_with_the_next_agent() {
-    let job = Job::new();
-    let start = job.start("zeroth", 1);
-    drop(start);
-    let away = Away::take(job.store_path.as_ref());
-    assert!(Engine::start(job.options(2, "first")).is_err());
-    away.back();
-    let mut start = job.start("first", 2);
-    start.save_all(1);
-    start.wait_all();
-    job.hosts[1].signal_agent(Signal::KILL);
-    job.hosts[1].agent_is_gone();
-    let mut agent = job.hosts[1].start_agent(&[]);
-    // The others are first, and the new agent of host 1 waits for its trainers.
-    for step in 2..=4 {
-        start.save(0, step);
-        start.save(2, step);
-    }
-    (0..2).for_each(|_| assert!(!start.engines[0].wait(Until::Durable, Duration::from_millis(1)).unwrap().failed));
-    (2..=4).for_each(|step| start.save(1, step));
-    start.wait_all();
-    assert_eq!(job.steps(), [1, 2, 3, 4]);
-    job.hosts[1].signal_agent(Signal::KILL);
-    agent.wait().unwrap();
-}
-
-#[test]
-fn a_new_agent_knows_an_older_save_that_is_given_up_later() {
-    let job = Job::new();
-    let mut start = job.start("first", 1);
-    start.save_all(1);
-    start.wait_all();
-    // Only host 1 saves step 2.
-    start.save(1, 2);
-    start.wait(1, Until::Encoded);
-    // So many more steps that step 2 is in no slot any more.
-    for step in 3..=8 {
-        start.save(1, step);
-        start.wait(1, Until::Encoded);
-    }
-    job.hosts[1].signal_agent(Signal::KILL);
-    job.hosts[1].agent_is_gone();
-    let mut agent = job.hosts[1].start_agent(&[]);
-    for step in 3..=8 {
-        start.save(0, step);
-        start.save(2, step);
-    }
-    start.wait_all();
-    for engine in &mut start.engines[2..4] {
-        let waited = engine.wait_for(2, Until::Durable, LONG).unwrap();
-        assert!(!waited.reached && waited.failures[0].message.contains("did not save"), "{waited:?}");
-        assert!(engine.wait_for(3, Until::Durable, LONG).unwrap().reached);
-    }
-    assert_eq!(job.steps(), [1, 3, 4, 5, 6, 7, 8]);
-    job.hosts[1].signal_agent(Signal::KILL);
-    agent.wait().unwrap();
 }
 
 #[test]
@@ -644,8 +513,7 @@ fn receipts_without_their_signature_are_reported_in_the_status() {
     until("host 1 has copied step 1 of host 0", || replica(&job.hosts[1].status()).last_step == Some(1));
     let folder = |host: usize| job.hosts[host].engine_folder().join(&job.hosts[1].status().runs[0].key);
     let (mirror, copy) = (folder(0).join("mirror/receipts"), folder(1).join("replica-0"));
-    job.hosts[1].signal_agent(Signal::KILL);
-    job.hosts[1].agent_is_gone();
+    job.hosts[1].kill_agent();
     std::fs::remove_dir_all(&copy).unwrap();
     let mut removed = 0;
     for session in std::fs::read_dir(mirror).unwrap() {

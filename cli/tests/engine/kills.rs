@@ -102,8 +102,7 @@ fn a_lost_agent_is_an_error_if_the_policy_says_so() {
     let mut engine = Engine::start(options.clone()).unwrap();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     let error = State::new(2, SMALL).save(&mut engine).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Storage);
     assert!(error.message().contains("step 2 is in shared memory"), "{error}");
@@ -193,8 +192,7 @@ fn a_run_can_finish_after_its_agents_were_killed() {
     let mut engine = host.engine();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     engine.finish().unwrap();
     // A new trainer, with a new agent, finishes the run of a killed trainer without saving.
     let mut engine = host.engine();
@@ -219,15 +217,13 @@ fn an_agent_killed_during_a_takeover_is_replaced() {
         drop(engine);
         engine = host.engine();
         vary_moment(Duration::from_micros(100 * step));
-        host.signal_agent(Signal::KILL);
-        host.agent_is_gone();
+        host.kill_agent();
         save(&mut engine, step);
         assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
     }
     // Exactly between the log entry and the note that it is written.
     let key = host.status().runs[0].key.clone();
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     let path = host.engine_folder().join(key).join("seen.json");
     let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
@@ -239,12 +235,11 @@ fn an_agent_killed_during_a_takeover_is_replaced() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let tier = seen["tiers"].as_object().unwrap().values().next().unwrap();
-    assert_eq!((&tier["writer"], &tier["taking_over"]), (&written, &serde_json::Value::Null), "the note is made up for");
+    assert_eq!((&tier["writer"], &tier["taking_over"]), (&written, &serde_json::Value::Null), "the next agent has noted the takeover");
     // Exactly between the note and the log entry, on a host that has never written to the store: the next agent takes
     // the store over, unless another job has taken it over since.
     for (step, id, from, expected) in [(62, new, &written, Ok(true)), (63, other, &other.into(), Err(ErrorKind::Fenced))] {
-        host.signal_agent(Signal::KILL);
-        host.agent_is_gone();
+        host.kill_agent();
         let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
         *tier = serde_json::json!({ "latest": tier["latest"], "writer": null, "taking_over": { "id": id, "from": from } });

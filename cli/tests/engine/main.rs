@@ -14,6 +14,7 @@ mod hosts;
 mod kills;
 mod lost_stores;
 mod memory;
+mod next_agents;
 mod outages;
 mod preemption;
 mod ranks;

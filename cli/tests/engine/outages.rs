@@ -219,8 +219,7 @@ fn an_agent_that_begins_with_full_memory_waits_for_the_store() {
     let waits =
         || host.status().runs.first().and_then(|run| run.problem.clone()).is_some_and(|problem| problem.contains("wait for their commit"));
     until("step 3 waits", waits);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     let mut agent = host.start_agent(&[]);
     until("step 3 waits in the next agent", waits);
     let sessions = std::fs::read_dir(job.folder_of_run(0).join("mirror/receipts")).unwrap();

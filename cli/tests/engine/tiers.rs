@@ -4,7 +4,6 @@
 use std::process::Command;
 use std::time::Duration;
 
-use rustix::process::Signal;
 use tensorcask::Latest;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView};
@@ -54,8 +53,7 @@ fn a_snapshot_is_sent_to_the_store_while_it_is_encoded() {
     for step in 4..=7 {
         save(&mut engine, step);
         vary_moment(Duration::from_millis(30 * (step - 4)));
-        host.signal_agent(Signal::KILL);
-        host.agent_is_gone();
+        host.kill_agent();
     }
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     wait_for_all_tiers(&host);
@@ -107,8 +105,7 @@ fn a_host_that_lost_memory_and_disk_continues_from_the_far_tier() {
     wait_for_all_tiers(&host);
     drop(engine);
     // Without memory, the first tier serves.
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     let engine = Engine::start(options(&host)).unwrap();
     let found = engine.restore(Latest).unwrap();
@@ -117,8 +114,7 @@ fn a_host_that_lost_memory_and_disk_continues_from_the_far_tier() {
     drop(found);
     drop(engine);
     // Without memory and disk, the second tier serves.
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     std::fs::remove_dir_all(host.store_path()).unwrap();
     let mut engine = Engine::start(options(&host)).unwrap();
@@ -152,8 +148,7 @@ fn the_second_tier_may_be_s3() {
     assert!(places(&host).iter().all(|(_, places)| places.contains(&far)));
     check_stored(&Store::open(&far).unwrap(), 3, SMALL);
     drop(engine);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     std::fs::remove_dir_all(host.store_path()).unwrap();
     let engine = Engine::start(options).unwrap();
@@ -212,8 +207,7 @@ fn continue_elsewhere_and_return(between: impl Fn(&Host)) {
     let away = Away::take(far(&host).as_ref());
     save(&mut engine, 4);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    host.signal_agent(Signal::KILL);
-    host.agent_is_gone();
+    host.kill_agent();
     drop(engine);
     away.back();
     let elsewhere = Host::new();

@@ -110,7 +110,8 @@ impl HostEncoder {
             }
         }
         if run.read(|state, arenas| owes_end(state) && arenas.waiting_states() == 0) {
-            // Every state of these ranks is encoded or dropped by now. The uploader does this once. Fails only if it has ended.
+            // Every state of these ranks is encoded or dropped by now. The uploader tells it once, however often it is asked. Fails
+            // only if the uploader has ended.
             let _ = self.encoded.send(UploadWork::End);
         }
         run.apply(RunEvent::EncoderProblem(self.find_obstacle().await?));
@@ -374,24 +375,15 @@ async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWr
     Ok(writer)
 }
 
-/// Copies manifests of a parent's chain into the mirror, if the committer has not done so yet: the delta then needs no cask of the
-/// store, which may stop answering. Returns `false` if it does not answer.
+/// Copies the manifests of a parent's chain that the mirror lacks, because the committer has not copied them yet. A delta then
+/// needs no cask of the store, which may stop answering. Returns `false` if the store does not answer.
 async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter, parent: Id, limit: Duration) -> Result<bool> {
     let Some(store) = work.run.tiers.first() else { return Ok(true) };
-    if writer.has_parent(parent).await? {
-        return Ok(true);
-    }
-    let copy = async {
-        let links = writer.chain_of_parent(parent).await?;
-        match Mirror::new(store, memory).copy_links(&links).await {
-            Err(error) if is_full(&error) => Ok(Err(error)),
-            copied => copied.map(Ok),
-        }
-    };
+    let copy = async { Mirror::new(store, memory).copy_links(&writer.chain_of_parent(parent).await?).await };
     match answer(copy, limit).await {
         // The save says what is damaged, and writes whole chunks.
         Err(error) if error.is_damage() => Ok(true),
-        answered => answered?.transpose().map(|copied| copied.is_some()),
+        answered => Ok(answered?.is_some()),
     }
 }
 
@@ -399,7 +391,8 @@ async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter,
 async fn answer<T>(request: impl Future<Output = Result<T>>, limit: Duration) -> Result<Option<T>> {
     match tokio::time::timeout(limit, request).await {
         Ok(Ok(answer)) => Ok(Some(answer)),
-        Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
+        // Full memory is no fault of the store.
+        Ok(Err(error)) if error.kind() != ErrorKind::Storage || is_full(&error) => Err(error),
         Ok(Err(error)) => {
             tracing::warn!(%error, "the store does not answer");
             Ok(None)

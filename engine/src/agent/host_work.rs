@@ -214,19 +214,14 @@ impl HostWork {
 
     /// Reports the steps of an earlier agent whose fate is in the log, unless the protocol will do so.
     pub(super) fn report_earlier(&self, view: &LogView) {
-        let leading = view.leadership.of(self.hosts.session);
-        let is_passed = |key: SessionStep| {
-            leading.is_some_and(|leading| {
-                key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
-            })
-        };
         let earlier: Vec<SessionStep> = {
             let shared = self.lock();
             let is_known =
                 |key: &SessionStep| shared.uploaded.contains_key(key) || shared.encoded.contains(key) || shared.protocol.awaits(*key);
-            shared.undecided.undecided().filter(|key| !is_known(key)).collect()
+            let passed = shared.undecided.undecided().filter(|key| view.has_passed(self.hosts.session, *key));
+            passed.filter(|key| !is_known(key)).collect()
         };
-        for key in earlier.into_iter().filter(|key| is_passed(*key)) {
+        for key in earlier {
             let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
             report_found(self, key, if view.committed.contains(&key) { Fate::Durable } else { given_up() });
         }

@@ -114,5 +114,5 @@ impl SaveLog {
 
 /// Number of saves in a status report.
 const MAX_SAVES: usize = 64;
-/// Number of saves to remember if they wait for their commit, for the histograms. As many do not fit into memory.
+/// Number of saves to remember while they wait for their commit: the histograms need them.
 const MAX_WAITING: usize = 4096;

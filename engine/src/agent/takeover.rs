@@ -61,14 +61,15 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
     let from = copier.last_writer();
     // An earlier agent was about to take the tier over, and did not.
     let was_about_to = known.taking_over.is_some_and(|takeover| takeover.from == from);
-    if orders.take_over || was_about_to || is_new_writer(&known) {
+    // The former writer, if a takeover is to be noted.
+    let taken_from = if orders.take_over || was_about_to || is_new_writer(&known) {
         // Noted first: whatever happens next, a later agent recognises its own takeover.
         KnownTiers::update(&run.folder, url, |known| known.taking_over = Some(Takeover { id, from }))?;
         match orders.take_over {
             true => copier.take_over().await?,
             false => copier.take_over_from(from).await?,
         }
-        note_takeover(run, tier, source, destination, &copier, (id, from)).await?;
+        Some(from)
     } else {
         let earlier: Vec<Id> = known.taking_over.map(|takeover| takeover.id).into_iter().chain(known.writer).collect();
         match from {
@@ -78,31 +79,19 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
             _ => copier.go_on_as(&earlier).await?,
         }
         // An earlier agent took the tier over, and was killed before it could note that.
-        if let Some(takeover) = known.taking_over {
-            let former = takeover.from.filter(|_| from == Some(takeover.id));
-            note_takeover(run, tier, source, destination, &copier, (id, former)).await?;
+        known.taking_over.map(|takeover| takeover.from.filter(|_| from == Some(takeover.id)))
+    };
+    if let Some(former) = taken_from {
+        if tier > 0 {
+            // Noted afterwards: an agent that is killed here leaves it to the next one.
+            forget_abandoned(run, source, destination, copier.latest()).await?;
         }
+        let latest = copier.latest().map(|latest| latest.id);
+        KnownTiers::update(&run.folder, url, |known| known.taken_over(latest, id, former))?;
     }
     let latest = copier.latest().map(|latest| Commit { step: latest.step, time_ms: latest.time_ms });
     run.apply(Event::TierTakenOver { tier, orders, latest });
     Ok(copier)
-}
-
-/// Notes that this run has taken a tier over, as a new writer, from a former one.
-async fn note_takeover(
-    run: &Run,
-    tier: usize,
-    source: &Store,
-    destination: &Store,
-    copier: &Copier,
-    (id, former): (Id, Option<Id>),
-) -> Result<()> {
-    if tier > 0 {
-        // Noted afterwards: an agent that is killed here leaves it to the next one.
-        forget_abandoned(run, source, destination, copier.latest()).await?;
-    }
-    let latest = copier.latest().map(|latest| latest.id);
-    KnownTiers::update(&run.folder, destination.url(), |known| known.taken_over(latest, id, former))
 }
 
 /// Fails with `Fenced` if another job has written to a tier since this host last saw it. Without this check, this host

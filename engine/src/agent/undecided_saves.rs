@@ -1,5 +1,5 @@
-//! Notes about the steps of this host that the log has not decided about, and about the newest durable one, in
-//! `undecided.json`: they outlive the agent.
+//! Notes about the encoded steps of this host that are neither committed nor given up yet, and about the newest durable one,
+//! in `undecided.json`: they outlive the agent.
 //!
 //! Slots are used again while a step waits for its commit. Without the notes, a later agent would take a save that was given
 //! up for durable as soon as a newer one is.

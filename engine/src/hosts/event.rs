@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use tensorcask::wire::{Id, Leader, SessionStep};
-use tensorcask::{Leadership, SnapshotRecord};
+use tensorcask::{LeaderState, Leadership, SnapshotRecord};
 
 /// The log of the store, as a host has read it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -33,6 +33,17 @@ impl LogView {
         let committed = steps.into_iter().filter_map(key).collect();
         Self { sequence, leadership: leadership.clone(), committed }
     }
+
+    /// Whether the log has a step, or can no longer admit it.
+    pub(crate) fn has_passed(&self, session: Id, key: SessionStep) -> bool {
+        self.leadership.of(session).is_some_and(|leading| is_passed(leading, key))
+    }
+}
+
+/// Whether the log has a step, or can no longer admit it.
+pub(super) fn is_passed(leading: &LeaderState, key: SessionStep) -> bool {
+    let now = leading.leader.attempt;
+    key.attempt < now || (key.attempt == now && leading.newest.is_some_and(|newest| key.step <= newest))
 }
 
 /// A step of which receipts are in the store.

@@ -18,10 +18,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use tensorcask::LeaderRefusal;
 use tensorcask::wire::{Id, Leader, SessionStep};
-use tensorcask::{LeaderRefusal, LeaderState};
 
-use super::event::{Action, Event, LogView, Request, SurveyedStep};
+use super::event::{Action, Event, LogView, Request, SurveyedStep, is_passed};
 use super::takeover_timeout::TakeoverTimeout;
 
 /// The fixed properties of a host.
@@ -192,7 +192,7 @@ impl HostProtocol {
 
     /// Whether the log has a step, or can no longer admit it, as far as this host knows.
     pub(crate) fn has_passed(&self, key: SessionStep) -> bool {
-        self.view.leadership.of(self.options.session).is_some_and(|leading| is_passed(leading, key))
+        self.view.has_passed(self.options.session, key)
     }
 
     /// Whether an action will tell the fate of a step.
@@ -390,12 +390,6 @@ impl HostProtocol {
 
 /// Number of turns in which hosts try to give a hopeless step up. Two hosts at once do no harm.
 const HOPELESS_TURNS: u32 = 4;
-
-/// Whether the log has a step, or can no longer admit it.
-fn is_passed(leading: &LeaderState, key: SessionStep) -> bool {
-    let now = leading.leader.attempt;
-    key.attempt < now || (key.attempt == now && leading.newest.is_some_and(|newest| key.step <= newest))
-}
 
 /// Uploaded steps that wait for their commit.
 #[cfg(test)]

@@ -15,6 +15,12 @@ fn attach(state: &mut RunState, rank: u32, mode: AttachMode) {
     state.apply(Event::Attached(Attachment { rank, pid: rank, mode, session: 0, arena, latest: BTreeMap::new() }));
 }
 
+/// A save of one rank is encoded.
+fn encoded(generation: u64, epoch: u64) -> Event {
+    let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
+    Event::Encoded(EncodedSave { step: 10 * generation, generations: vec![generation], epoch, sequence: generation, encoding })
+}
+
 #[test]
 fn results_of_earlier_orders_do_not_count_after_a_trainer_has_attached() {
     let mut state = RunState::new(1, Encode::Agent);
@@ -83,16 +89,7 @@ fn the_end_of_an_old_connection_does_not_detach_a_new_trainer() {
 fn the_last_commit_is_known_if_an_earlier_upload_took_the_snapshot_along() {
     let mut state = RunState::new(1, Encode::Agent);
     attach(&mut state, 0, AttachMode::TakeOver);
-    for generation in 1..=2 {
-        let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
-        state.apply(Event::Encoded(EncodedSave {
-            step: 10 * generation,
-            generations: vec![generation],
-            epoch: 0,
-            sequence: generation,
-            encoding,
-        }));
-    }
+    (1..=2).for_each(|generation| _ = state.apply(encoded(generation, 0)));
     // The first upload read the log in memory before it had the second snapshot, and copied both.
     for (generation, copied) in [(1, 2), (2, 0)] {
         state.apply(Event::Uploaded(Upload {
@@ -135,10 +132,6 @@ fn a_rank_of_many_hosts_that_attaches_again_has_not_ended() {
 fn saves_in_damaged_memory_fail_and_later_ones_count() {
     let mut state = RunState::new(1, Encode::Agent);
     attach(&mut state, 0, AttachMode::TakeOver);
-    let encoded = |generation: u64, epoch: u64| {
-        let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
-        Event::Encoded(EncodedSave { step: 10 * generation, generations: vec![generation], epoch, sequence: generation, encoding })
-    };
     state.apply(encoded(1, 0));
     state.apply(encoded(2, 0));
     // Saves that the agent had encoded and the log in memory had not shown yet are lost, too.
