@@ -23,9 +23,9 @@ use crate::other_hosts::OtherHosts;
 use crate::peers::union_store;
 use crate::run_spec::RunSpec;
 
-/// Notes that a rank starts in the session of a run on many hosts, here and in the store. If the store does not answer, the
-/// session begins from the memory of all hosts, if the run has peers.
-pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, store_timeout: Duration) -> Result<()> {
+/// Notes that a rank starts in the session of a run on many hosts, here and in the store. If the store does not answer within
+/// `limit`, the session begins from the memory of all hosts, if the run has peers.
+pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, limit: Duration) -> Result<()> {
     let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
     let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let (notes, process) = (HostNotes::read(run, hosts.session), Id::random()?);
@@ -37,7 +37,6 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
         let after = join_by_store(first, hosts, run, rank, process).await?;
         return HostNotes::start_rank(run, hosts.session, rank, after, None);
     };
-    let limit = store_timeout.saturating_mul(STORE_REQUESTS);
     let error = match tokio::time::timeout(limit, join_by_store(first, hosts, run, rank, process)).await {
         Ok(Ok(after)) => {
             remove_older(run, hosts.session, after)?;
@@ -237,8 +236,19 @@ fn refusal_of(hosts: &HostsSpec) -> String {
     format!("{}/refusal", hosts.session)
 }
 
-/// Requests to the store that a start of a rank sends, about; each may take `store_timeout`.
+/// Time that the store has for joining a session. `store_timeout`: for a request. `is_silent`: whether it did not answer a moment
+/// ago.
+pub(crate) fn join_timeout(store_timeout: Duration, is_silent: bool) -> Duration {
+    match is_silent {
+        true => store_timeout.min(AFTER_SILENCE),
+        false => store_timeout.saturating_mul(STORE_REQUESTS),
+    }
+}
+
+/// Requests to the store that a start of a rank sends, about.
 const STORE_REQUESTS: u32 = 3;
+/// Time for a store that did not answer a moment ago.
+const AFTER_SILENCE: Duration = Duration::from_secs(2);
 /// Time to wait for the agents of all hosts, if the store does not answer.
 const HOSTS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time between questions to host 0.

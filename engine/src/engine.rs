@@ -10,7 +10,7 @@ use tracing::field::Empty;
 
 use crate::agreement::agree;
 use crate::arena_writer::{ArenaWriter, StateView};
-use crate::beginning::join_session;
+use crate::beginning::{join_session, join_timeout};
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness};
@@ -143,7 +143,8 @@ impl Engine {
         let mode = if self.session.is_stale() { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver };
         let progress = self.session.attach(mode)?;
         // The agents must run: without the store, the hosts read from each other where the session begins.
-        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank, self.options.store_timeout))?;
+        let limit = join_timeout(self.options.store_timeout, self.unreachable.iter().any(UnreachableTier::is_silent_first));
+        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank, limit))?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
         // finished, the store has the states.
         self.arena.close_if_removed();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, Result, SnapshotRecord, SnapshotStatus, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 
 use crate::folders::RunFolder;
 use crate::known_tiers::KnownTiers;
@@ -40,6 +40,11 @@ pub(crate) struct UnreachableTier {
 }
 
 impl UnreachableTier {
+    /// Whether this is the first tier, and it sent no answer.
+    pub(crate) fn is_silent_first(&self) -> bool {
+        self.tier == 0 && self.error.kind() == ErrorKind::Storage
+    }
+
     pub(crate) fn passed_over(&self) -> PassedOver {
         let message = format!("this tier could not be asked when the engine began, so memory was trusted: {}", self.error.message());
         let error = Error::new(self.error.kind(), message);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
 use tensorcask::{
-    Bandwidth, BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
+    Bandwidth, BaseKeeping, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
 };
 
 use crate::folders::{EngineFolder, RunFolder};
@@ -80,9 +80,20 @@ impl RunSpec {
 
     /// Opens all tiers, whose uploads share a limit.
     pub(crate) fn stores_within(&self, bandwidth: &Bandwidth) -> Result<Vec<Store>> {
-        let options =
-            || StoreOptions { config: self.config.clone(), fsync: self.fsync, bandwidth: bandwidth.clone(), ..StoreOptions::default() };
-        self.tiers.iter().map(|url| options().open(url)).collect()
+        self.tiers.iter().map(|url| self.store_options(bandwidth, self.config.clone()).open(url)).collect()
+    }
+
+    /// Opens the first tier for the encoder of a host, which can do without the store if it does not answer: requests are retried
+    /// for less time, unless the config of the store says for how long.
+    pub(crate) fn store_for_encoder(&self) -> Result<Store> {
+        let first = self.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+        let mut config = self.config.clone();
+        config.entry("retry_timeout".to_owned()).or_insert_with(|| ENCODER_RETRY_TIMEOUT.to_owned());
+        self.store_options(&Bandwidth::default(), config).open(first)
+    }
+
+    fn store_options(&self, bandwidth: &Bandwidth, config: BTreeMap<String, String>) -> StoreOptions {
+        StoreOptions { config, fsync: self.fsync, bandwidth: bandwidth.clone(), ..StoreOptions::default() }
     }
 
     /// Bytes of shared memory that encoded snapshots may use.
@@ -133,6 +144,9 @@ pub(crate) fn run_key(run: &str) -> String {
     digest.truncate(16);
     digest
 }
+
+/// Time for which requests of the encoder of a host are retried.
+const ENCODER_RETRY_TIMEOUT: &str = "5s";
 
 #[cfg(test)]
 mod tests {

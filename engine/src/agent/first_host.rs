@@ -11,6 +11,7 @@ use tensorcask::wire::{Id, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, Result, SessionExchange, Store};
 
 use super::host_work::HostWork;
+use super::run::Run;
 use crate::peers::{Peer, ResponseLimits, Tls};
 
 /// The mirror of host 0, for the other hosts of a run with peers.
@@ -42,7 +43,7 @@ impl FirstHost {
     }
 
     /// Waits a while until host 0 has noted the parent of a step.
-    pub(super) async fn await_parent(&self, session: SessionName, at: SessionStep) -> Option<Option<Id>> {
+    pub(super) async fn await_parent(&self, run: &Run, session: SessionName, at: SessionStep) -> Option<Option<Id>> {
         let noted = async {
             loop {
                 if let Some(parent) = self.parent(session, at).await {
@@ -51,7 +52,7 @@ impl FirstHost {
                 tokio::time::sleep(POLL).await;
             }
         };
-        tokio::time::timeout(PATIENCE, noted).await.ok()
+        run.wakes.encoder_timeout(PATIENCE, noted).await
     }
 
     /// Copies log entries that this host's mirror lacks from the mirror of host 0; returns whether there were any.

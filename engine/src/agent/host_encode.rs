@@ -17,6 +17,7 @@ use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
 use super::replicas::receipt_proof;
 use super::retry::Backoff;
+use super::run::Run;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
 use super::run_state::owes_end;
 use super::save_log::Encoding;
@@ -32,9 +33,10 @@ use crate::peers::MOST_LISTED;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
-pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
+pub(super) async fn host_encode_loop(work: Arc<HostWork>, store: Store, memory: Store, encoded: UnboundedSender<UploadWork>) {
     let mut encoder = HostEncoder {
         work: work.clone(),
+        store,
         memory,
         encoded,
         writer: None,
@@ -64,6 +66,8 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded
 /// Encodes the states of one host.
 struct HostEncoder {
     work: Arc<HostWork>,
+    /// The first tier, for reading parents.
+    store: Store,
     /// The mirror of the first tier.
     memory: Store,
     /// Work for the uploader.
@@ -128,9 +132,8 @@ impl HostEncoder {
 
     /// Removes older steps, and what saves that failed have left. Needs no writer: there is none after an error.
     async fn prune_up_to(&mut self, decided: SessionStep) -> Result<()> {
-        let (run, session) = (&self.work.run, self.session().await?);
-        let (Some(session), Some(store)) = (session, run.tiers.first()) else { return Ok(()) };
-        Mirror::new(store, &self.memory).prune(session, decided).await?;
+        let Some(session) = self.session().await? else { return Ok(()) };
+        Mirror::new(&self.store, &self.memory).prune(session, decided).await?;
         self.pruned = Some(decided);
         self.steps.retain(|key| *key >= decided);
         self.report_memory()
@@ -154,8 +157,8 @@ impl HostEncoder {
     /// Number of steps in the mirror that wait for their commit.
     async fn pending(&self) -> Result<u64> {
         let of_this_agent = self.work.run.read(|state, _| state.tiers.first().map_or(0, |tier| tier.pending));
-        let (Some(session), Some(store)) = (self.session().await?, self.work.run.tiers.first()) else { return Ok(of_this_agent) };
-        let held = Mirror::new(store, &self.memory).steps(session, self.work.run.spec.local_ranks()).await?;
+        let Some(session) = self.session().await? else { return Ok(of_this_agent) };
+        let held = Mirror::new(&self.store, &self.memory).steps(session, self.work.run.spec.local_ranks()).await?;
         // Those of an earlier agent, too.
         let undecided = held.into_iter().filter(|key| self.work.waits_for_commit(*key)).count() as u64;
         Ok(of_this_agent.max(undecided))
@@ -219,33 +222,33 @@ impl HostEncoder {
             None => {
                 let opened = match is_cut_off {
                     true => None,
-                    false => answer(open_writer(&work, &self.memory, Log::OfStore), limit).await?,
+                    false => answer(&work.run, open_writer(&work, &self.store, &self.memory, Log::OfStore), limit).await?,
                 };
                 is_cut_off |= opened.is_none();
                 self.writer.insert(match opened {
                     Some(opened) => opened,
-                    None => open_writer(&work, &self.memory, Log::OfMirror).await?,
+                    None => open_writer(&work, &self.store, &self.memory, Log::OfMirror).await?,
                 })
             }
         };
         let session = writer.session();
         let fixed = match is_cut_off {
             true => None,
-            false => match (answer(writer.fixed_parent(at), limit).await?, first) {
+            false => match (answer(&work.run, writer.fixed_parent(at), limit).await?, first) {
                 (None, _) => None,
                 (Some(Some(fixed)), _) => Some(fixed),
-                (Some(None), None) => answer(writer.choose_parent(at), limit).await?,
+                (Some(None), None) => answer(&work.run, writer.choose_parent(at), limit).await?,
                 // Host 0 may have begun with the step before the store answered again.
                 (Some(None), Some(first)) => match first.parent(session, at).await {
-                    Some(noted) => answer(writer.adopt_parent(at, noted), limit).await?,
-                    None => answer(writer.choose_parent(at), limit).await?,
+                    Some(noted) => answer(&work.run, writer.adopt_parent(at, noted), limit).await?,
+                    None => answer(&work.run, writer.choose_parent(at), limit).await?,
                 },
             },
         };
         if let Some(parent) = fixed {
             self.silent_since = None;
             if let Some(id) = parent
-                && !mirror_parent(&work, &self.memory, writer, id, limit).await?
+                && !mirror_parent(&work.run, &self.store, &self.memory, writer, id, limit).await?
             {
                 // Without the parent, this host writes whole chunks, which agree with any parent.
                 writer.cut_off().await?;
@@ -261,7 +264,7 @@ impl HostEncoder {
             None => writer.mirrored_parent(at).await,
             Some(first) => {
                 writer.cut_off().await?;
-                let noted = first.await_parent(session, at).await;
+                let noted = first.await_parent(&work.run, session, at).await;
                 if let Some(parent) = noted.flatten()
                     && !writer.has_parent(parent).await?
                 {
@@ -325,7 +328,13 @@ impl HostEncoder {
                 run.release_and_apply(taken, RunEvent::Failed { generations, step: key.step, message })?;
                 return Ok(true);
             }
-            Err(error) => return Err(error),
+            Err(error) => {
+                if error.is_unanswered() {
+                    // The next attempt does without the store.
+                    self.silent_since = Some(Instant::now());
+                }
+                return Err(error);
+            }
         };
         work.note_encoded(at, &generations);
         // Marked before any slot is released: a later agent then releases the slots instead of waiting for all ranks.
@@ -359,8 +368,7 @@ enum Log {
     OfMirror,
 }
 
-async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWriter> {
-    let store = work.run.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+async fn open_writer(work: &HostWork, store: &Store, memory: &Store, log: Log) -> Result<HostWriter> {
     let (spec, session) = (&work.run.spec, work.hosts.session);
     let (ranks, options): (Vec<u32>, _) = (spec.local_ranks().collect(), spec.writer_options()?);
     let mut writer = match log {
@@ -377,10 +385,9 @@ async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWr
 
 /// Copies the manifests of a parent's chain that the mirror lacks, because the committer has not copied them yet. A delta then
 /// needs no cask of the store, which may stop answering. Returns `false` if the store does not answer.
-async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter, parent: Id, limit: Duration) -> Result<bool> {
-    let Some(store) = work.run.tiers.first() else { return Ok(true) };
+async fn mirror_parent(run: &Run, store: &Store, memory: &Store, writer: &mut HostWriter, parent: Id, limit: Duration) -> Result<bool> {
     let copy = async { Mirror::new(store, memory).copy_links(&writer.chain_of_parent(parent).await?).await };
-    match answer(copy, limit).await {
+    match answer(run, copy, limit).await {
         // The save says what is damaged, and writes whole chunks.
         Err(error) if error.is_damage() => Ok(true),
         answered => Ok(answered?.is_some()),
@@ -388,16 +395,16 @@ async fn mirror_parent(work: &HostWork, memory: &Store, writer: &mut HostWriter,
 }
 
 /// The answer of the store; `None` if the store does not answer.
-async fn answer<T>(request: impl Future<Output = Result<T>>, limit: Duration) -> Result<Option<T>> {
-    match tokio::time::timeout(limit, request).await {
-        Ok(Ok(answer)) => Ok(Some(answer)),
+async fn answer<T>(run: &Run, request: impl Future<Output = Result<T>>, limit: Duration) -> Result<Option<T>> {
+    match run.wakes.encoder_timeout(limit, request).await {
+        Some(Ok(answer)) => Ok(Some(answer)),
         // Full memory is no fault of the store.
-        Ok(Err(error)) if error.kind() != ErrorKind::Storage || is_full(&error) => Err(error),
-        Ok(Err(error)) => {
+        Some(Err(error)) if error.kind() != ErrorKind::Storage || is_full(&error) => Err(error),
+        Some(Err(error)) => {
             tracing::warn!(%error, "the store does not answer");
             Ok(None)
         }
-        Err(_) => Ok(None),
+        None => Ok(None),
     }
 }
 
@@ -434,4 +441,4 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// Time for an answer after it.
 const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// Time for agreeing on a parent, after which the host saves the step alone.
-const PARENT_TIMEOUT: Duration = Duration::from_secs(30);
+const PARENT_TIMEOUT: Duration = Duration::from_secs(10);

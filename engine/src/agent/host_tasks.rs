@@ -20,7 +20,7 @@ use crate::memory_stores::open_mirror;
 
 /// Starts the tasks of a run on many hosts.
 pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<JoinHandle<()>>> {
-    let memory = open_mirror(&run.folder)?;
+    let (store, memory) = (run.spec.store_for_encoder()?, open_mirror(&run.folder)?);
     let notes = HostNotes::read(&run.folder, hosts.session);
     let options = HostOptions {
         session: hosts.session,
@@ -33,7 +33,7 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<J
     let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));
     let (encoded, waiting) = unbounded_channel();
     let mut tasks = vec![
-        tokio::spawn(host_encode_loop(work.clone(), memory.clone(), encoded)),
+        tokio::spawn(host_encode_loop(work.clone(), store, memory.clone(), encoded)),
         tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
         tokio::spawn(host_commit_loop(work.clone(), memory.clone(), receiver)),
     ];

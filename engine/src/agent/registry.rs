@@ -190,7 +190,7 @@ fn check_replaceable(run: &Run, spec: &RunSpec, rank: u32) -> Result<()> {
         return Err(Error::invalid(message).object(&spec.run));
     }
     // States that all ranks have saved must be encoded with the old options: another number of ranks cannot do so.
-    if run.other_options_for() < REPLACE_TIMEOUT && has_work(run) {
+    if run.wakes.note_next_start() < REPLACE_TIMEOUT && has_work(run) {
         return Err(Error::new(ErrorKind::Conflict, "states that were saved with other options are being encoded").object(&spec.run));
     }
     Ok(())

@@ -1,7 +1,6 @@
 //! A run: applies events to its [`RunState`] and performs the resulting actions.
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
 use tokio::sync::watch;
@@ -38,8 +37,6 @@ pub(super) struct Run {
     changes: watch::Sender<u64>,
     replicas: Mutex<ReplicaBoard>,
     committed_saves: SaveHistograms,
-    /// Time at which a trainer first came with other options.
-    other_options_since: OnceLock<Instant>,
 }
 
 /// The part of a run behind its lock.
@@ -74,7 +71,6 @@ impl Run {
             changes: watch::Sender::new(0),
             replicas: Mutex::default(),
             committed_saves,
-            other_options_since: OnceLock::new(),
             spec,
         })
     }
@@ -188,11 +184,6 @@ impl Run {
     /// Changes after each event.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
-    }
-
-    /// Time for which a trainer with other options has waited.
-    pub(super) fn other_options_for(&self) -> Duration {
-        self.other_options_since.get_or_init(Instant::now).elapsed()
     }
 
     /// Progress of the saves of a rank.
