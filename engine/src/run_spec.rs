@@ -83,12 +83,14 @@ impl RunSpec {
         self.tiers.iter().map(|url| self.store_options(bandwidth, self.config.clone()).open(url)).collect()
     }
 
-    /// Opens the first tier for the encoder of a host, which can do without the store if it does not answer: requests are retried
-    /// for less time, unless the config of the store says for how long.
+    /// Opens the first tier for the encoder of a host, which can do without the store if it does not answer. Its requests take less
+    /// time, unless the config of the store says how much.
     pub(crate) fn store_for_encoder(&self) -> Result<Store> {
         let first = self.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
         let mut config = self.config.clone();
-        config.entry("retry_timeout".to_owned()).or_insert_with(|| ENCODER_RETRY_TIMEOUT.to_owned());
+        for (key, time) in ENCODER_TIMEOUTS {
+            config.entry(key.to_owned()).or_insert_with(|| time.to_owned());
+        }
         self.store_options(&Bandwidth::default(), config).open(first)
     }
 
@@ -145,8 +147,8 @@ pub(crate) fn run_key(run: &str) -> String {
     digest
 }
 
-/// Time for which requests of the encoder of a host are retried.
-const ENCODER_RETRY_TIMEOUT: &str = "5s";
+/// Time for a request of the encoder of a host, and for which requests are retried.
+const ENCODER_TIMEOUTS: [(&str, &str); 2] = [("timeout", "10s"), ("retry_timeout", "5s")];
 
 #[cfg(test)]
 mod tests {
