@@ -51,10 +51,10 @@ def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int |
         return None
     state, own = found.state, found.own
     for at, (model, optimizers) in enumerate(_pairs(accelerator)):
-        set_state_dict(model, optimizers, model_state_dict=state["models"][at], optim_state_dict=state["optimizers"][at])
-    for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
+        set_state_dict(model, optimizers, model_state_dict=state["models"][str(at)], optim_state_dict=state["optimizers"][str(at)])
+    for scheduler, saved in zip(accelerator._schedulers, _in_order(state["schedulers"]), strict=True):
         scheduler.load_state_dict(saved)
-    for custom, saved in zip(accelerator._custom_objects, state["objects"], strict=True):
+    for custom, saved in zip(accelerator._custom_objects, _in_order(state["objects"]), strict=True):
         custom.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
@@ -80,12 +80,21 @@ def _state(accelerator: Any, engine: Engine) -> dict[str, Any]:
         )
     states = [get_state_dict(model, optimizers) for model, optimizers in _pairs(accelerator)]
     return {
-        "models": [model for model, _ in states],
-        "optimizers": [optimizer for _, optimizer in states],
-        "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-        "objects": [custom.state_dict() for custom in accelerator._custom_objects],
+        "models": _numbered([model for model, _ in states]),
+        "optimizers": _numbered([optimizer for _, optimizer in states]),
+        "schedulers": _numbered([scheduler.state_dict() for scheduler in accelerator._schedulers]),
+        "objects": _numbered([custom.state_dict() for custom in accelerator._custom_objects]),
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
     }
+
+
+def _numbered(states: list[Any]) -> dict[str, Any]:
+    """A mapping, because a rank that is new merges the mappings of all ranks; lists would have to be equal."""
+    return {str(at): state for at, state in enumerate(states)}
+
+
+def _in_order(states: Mapping[str, Any]) -> list[Any]:
+    return [states[str(at)] for at in range(len(states))]
 
 
 def _pairs(accelerator: Any) -> list[tuple[Any, list[Any]]]:
