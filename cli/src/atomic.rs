@@ -1,18 +1,16 @@
 //! Output files that appear whole or not at all: written to a temporary file, then renamed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use tensorcask::wire::Id;
+use tempfile::NamedTempFile;
 use tensorcask::{Error, Result};
 
 /// Temporary file beside its target. `commit` renames it to the target; dropping it without `commit` removes it.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
-    file: File,
-    temporary: PathBuf,
+    temporary: NamedTempFile,
     target: PathBuf,
-    committed: bool,
 }
 
 impl AtomicFile {
@@ -31,23 +29,26 @@ impl AtomicFile {
             return Err(Error::not_found(message).object(folder.display().to_string()));
         }
         // The temporary name is short even if the name of the target is at the limit.
-        let temporary = target.with_file_name(format!(".{:.16}.tmp", Id::random()?.to_hex()));
-        let file = OpenOptions::new().write(true).create_new(true).open(&temporary).map_err(|e| Error::io(shown, e))?;
-        Ok(Self { file, temporary, target: target.to_owned(), committed: false })
+        let mut options = tempfile::Builder::new();
+        options.prefix(".").rand_bytes(16).suffix(".tmp");
+        #[cfg(unix)]
+        options.permissions(std::os::unix::fs::PermissionsExt::from_mode(MODE));
+        let temporary = options.tempfile_in(folder).map_err(|e| Error::io(shown, e))?;
+        Ok(Self { temporary, target: target.to_owned() })
     }
 
     pub(crate) fn file(&self) -> &File {
-        &self.file
+        self.temporary.as_file()
     }
 
     /// Syncs the file to disk, then renames it to the target.
-    pub(crate) fn commit(mut self) -> Result<()> {
-        let fail = |e| Error::io(self.target.display().to_string(), e);
-        self.file.sync_all().map_err(fail)?;
-        std::fs::rename(&self.temporary, &self.target).map_err(fail)?;
-        self.committed = true;
+    pub(crate) fn commit(self) -> Result<()> {
+        let Self { temporary, target } = self;
+        let fail = |e| Error::io(target.display().to_string(), e);
+        temporary.as_file().sync_all().map_err(fail)?;
+        temporary.persist(&target).map_err(|e| fail(e.error))?;
         if cfg!(unix) {
-            let folder = folder_of(&self.target);
+            let folder = folder_of(&target);
             let fail = |e| Error::io(folder.display().to_string(), e);
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail)?;
         }
@@ -59,11 +60,6 @@ fn folder_of(target: &Path) -> &Path {
     target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-impl Drop for AtomicFile {
-    fn drop(&mut self) {
-        if !self.committed {
-            // The original error matters more than a failed clean-up.
-            let _ = std::fs::remove_file(&self.temporary);
-        }
-    }
-}
+/// Access to a new file, less what the umask of the process forbids.
+#[cfg(unix)]
+const MODE: u32 = 0o666;
