@@ -60,6 +60,6 @@ fn folder_of(target: &Path) -> &Path {
     target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Access to a new file, less what the umask of the process forbids.
+/// Permissions of a new file, before the umask applies.
 #[cfg(unix)]
 const MODE: u32 = 0o666;

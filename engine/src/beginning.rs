@@ -236,8 +236,8 @@ fn refusal_of(hosts: &HostsSpec) -> String {
     format!("{}/refusal", hosts.session)
 }
 
-/// Time that the store has for joining a session. `store_timeout`: for a request. `is_silent`: whether it did not answer a moment
-/// ago.
+/// Timeout for joining a session through the store. `store_timeout`: timeout of one request. `is_silent`: whether the store did not
+/// answer a moment ago.
 pub(crate) fn join_timeout(store_timeout: Duration, is_silent: bool) -> Duration {
     match is_silent {
         true => store_timeout.min(AFTER_SILENCE),

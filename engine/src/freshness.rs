@@ -40,7 +40,7 @@ pub(crate) struct UnreachableTier {
 }
 
 impl UnreachableTier {
-    /// Whether this is the first tier, and it sent no answer.
+    /// Whether this is the first tier, and its storage failed or did not answer in time.
     pub(crate) fn is_silent_first(&self) -> bool {
         self.tier == 0 && self.error.kind() == ErrorKind::Storage
     }

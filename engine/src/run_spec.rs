@@ -83,8 +83,8 @@ impl RunSpec {
         self.tiers.iter().map(|url| self.store_options(bandwidth, self.config.clone()).open(url)).collect()
     }
 
-    /// Opens the first tier for the encoder of a host, which can do without the store if it does not answer. Its requests take less
-    /// time, unless the config of the store says how much.
+    /// Opens the first tier for the encoder of a host. The encoder can save without the store, so its timeouts are short, unless the
+    /// config of the store sets them.
     pub(crate) fn store_for_encoder(&self) -> Result<Store> {
         let first = self.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
         let mut config = self.config.clone();
@@ -147,7 +147,7 @@ pub(crate) fn run_key(run: &str) -> String {
     digest
 }
 
-/// Time for a request of the encoder of a host, and for which requests are retried.
+/// Settings of the encoder's store: the timeout of one request, and of its retries.
 const ENCODER_TIMEOUTS: [(&str, &str); 2] = [("timeout", "10s"), ("retry_timeout", "5s")];
 
 #[cfg(test)]

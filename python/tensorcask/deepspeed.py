@@ -94,10 +94,10 @@ def load_checkpoint(model_engine: Any, engine: Engine, step: Step = "latest") ->
         if persistent:
             persistent[0].partition(persistent, has_been_updated=False)
             persistent[0].all_gather(persistent)
-    # Stages 1 and 2 tell the parameters of their states after the first step; functions such as safe_get_full_optimizer_state need it.
-    tell_parameters = getattr(model_engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-    if tell_parameters is not None and any(keys.values()):
-        tell_parameters()
+    # DeepSpeed links parameters to their optimizer states after the first step of stages 1 and 2. safe_get_full_optimizer_state needs the link.
+    link_states = getattr(model_engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link_states is not None and any(keys.values()):
+        link_states()
     for group, saved in zip(optimizer.param_groups, values["hyperparameters"], strict=True):
         group.update(saved)
     if model_engine.lr_scheduler is not None and values["schedule"] is not None:

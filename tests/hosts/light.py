@@ -47,7 +47,7 @@ def main(rank, *, url, scratch, job, world, local, steps, variables, tls, master
         outcome = engine.save(state(rank, step), step=step)
         assert outcome.saved and not outcome.failures, outcome
         tell(scratch, f"saved-{job}-{rank}", step)
-        # Hosts that chose different parents as the server went away never report the step.
+        # A step never becomes replicated if hosts chose different parents when the server went away.
         if step > done + 1 and engine.wait("replicated", 20, step=step - 1).reached:
             tell(scratch, f"replicated-{job}-{rank}", step - 1)
     engine.finish()

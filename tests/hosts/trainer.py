@@ -60,7 +60,7 @@ def train(rank, url, scratch, job, world, steps, pause, patience, **options):
         if rank == 0:
             tell(scratch, f"losses-{job}", losses)
         tell(scratch, f"saved-{job}-{rank}", step)
-        # Hosts that chose different parents as the server went away never report the step.
+        # A step never becomes replicated if hosts chose different parents when the server went away.
         if "peers" in options and step > done + 1 and engine.wait("replicated", 20, step=step - 1).reached:
             tell(scratch, f"replicated-{job}-{rank}", step - 1)
         if pause is not None and step == pause["step"]:

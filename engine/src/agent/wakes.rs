@@ -68,14 +68,14 @@ impl Wakes {
     }
 }
 
-/// Time for a request of the encoder while the next start of the job waits.
+/// Timeout of a request of the encoder while the next start of the job waits.
 const SHORT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {
     use std::future::{pending, ready};
 
-    use super::*;
+    use super::{Duration, Wakes};
 
     const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
