@@ -125,7 +125,7 @@ def as_items(tokens):
 
 
 # Steps that are written, and of these the ones with the optimizer's state.
-GPT_STEPS = [1000, 1001, 1002, 1005, 1010, 1050, 1100, 2000, 2001, 2010, 2400, 2401, 2410, 2450]
+GPT_STEPS = [*range(1000, 1011), 1050, 1100, 2000, 2001, 2010, 2400, 2401, 2410, 2450]
 GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
 SHORT_STEPS = [300, 301, 310, 350]
 # In the root folder: slices with the same names as those in tests/data.
