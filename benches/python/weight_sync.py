@@ -1,24 +1,29 @@
-"""Measures weight synchronisation: bytes and seconds of one version of bf16 weights, for several shares of changed weights.
+"""Measures weight synchronisation: bytes and CPU seconds of one version of bf16 weights, for several shares of changed weights.
 
-    python benches/python/weight_sync.py [--mib 256] [--rounds 3]
+    python benches/python/weight_sync.py [--mib 256] [--rounds 5]
 
 A changed weight moves by one unit in the last place, up or down, as after a small step of an optimizer. Compares snapshots that are read as
-differences (`tensorcask.weights`) with whole safetensors files and with folders of slime's layout. Everything is in one folder, by default in
-shared memory, so times are those of the work and not of a disk. Prints the median of the rounds as a table.
+differences (`tensorcask.weights`) with whole safetensors files and with deltas in slime's layout, XOR and overwritten bytes, which are made
+and applied by `tensorcask.slime`. CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same
+weights in memory. Everything is in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import safetensors.numpy
 import safetensors.torch
 import torch
 from tensorcask import slime
+from tensorcask._frameworks import RawTensor
 from tensorcask.weights import Publisher, Subscriber
 
 State = dict[str, torch.Tensor]
@@ -42,53 +47,89 @@ def changed(state: State, share: float, seed: int) -> State:
     return found
 
 
-def seconds(work: Any) -> float:
-    begun = time.perf_counter()
+def cpu_seconds(work: Callable[[], object]) -> float:
+    begun = time.process_time()
     work()
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def measure(old: State, new: State, folder: Path) -> dict[str, float]:
-    whole = folder / "whole.safetensors"
-    found = {"whole write": seconds(lambda: safetensors.torch.save_file(new, whole))}
-    found["whole read"] = seconds(lambda: {name: tensor.clone() for name, tensor in safetensors.torch.load_file(whole).items()})
-    found["whole MB"] = whole.stat().st_size / 1e6
-    store = folder / "store"
-    publisher = Publisher(str(store))
+def raw(state: State) -> dict[str, RawTensor]:
+    return {name: RawTensor("bf16", tuple(tensor.shape), bytearray(tensor.view(torch.uint8).numpy())) for name, tensor in state.items()}
+
+
+def whole(old: State, new: State, folder: Path) -> tuple[float, float, float]:
+    path, held = folder / "whole.safetensors", {name: tensor.clone() for name, tensor in old.items()}
+
+    def read() -> None:
+        for name, tensor in safetensors.torch.load_file(path).items():
+            held[name].copy_(tensor)
+
+    written = cpu_seconds(lambda: safetensors.torch.save_file(new, path))
+    return path.stat().st_size, written, cpu_seconds(read)
+
+
+def ours(old: State, new: State, folder: Path) -> tuple[float, float, float]:
+    publisher = Publisher(str(folder))
     publisher.publish(old, 1)
-    policy = Subscriber(str(store), {name: torch.zeros_like(tensor) for name, tensor in old.items()})
+    policy = Subscriber(str(folder), {name: torch.zeros_like(tensor) for name, tensor in old.items()})
     policy.update()
-    before = size_of(store)
-    found["publish"] = seconds(lambda: publisher.publish(new, 2))
-    found["MB"] = (size_of(store) - before) / 1e6
-    found["update"] = seconds(policy.update)
-    assert all(torch.equal(tensor, new[name]) for name, tensor in policy.named_tensors())
-    slime.export_deltas(str(store), folder / "slime")
-    found["slime MB"] = size_of(folder / "slime" / "weight_v000002") / 1e6
-    return found
+    before = size_of(folder)
+    written = cpu_seconds(lambda: publisher.publish(new, 2))
+    size = size_of(folder) - before
+    read = cpu_seconds(policy.update)
+    # As bits, because a moved zero is NaN.
+    assert all(torch.equal(tensor.view(torch.int16), new[name].view(torch.int16)) for name, tensor in policy.named_tensors())
+    return size, written, read
+
+
+def slimes(encoding: str, old: State, new: State, folder: Path) -> tuple[float, float, float]:
+    before, after, held = raw(old), raw(new), raw(old)
+    path = folder / "model-00000-of-00001.safetensors"
+
+    def write() -> None:
+        content, sums = slime._differences(before, after, encoding, "xxh3-128", 2)
+        safetensors.numpy.save_file(content, path, metadata=sums)
+        files = dict.fromkeys(content, path.name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    written = cpu_seconds(write)
+    version = slime._Version(folder, 2, 2, 1, encoding, "xxh3-128", dict.fromkeys(after, path.name))
+    read = cpu_seconds(lambda: slime._apply(version, held))
+    assert all(held[name].data == tensor.data for name, tensor in after.items())
+    return size_of(folder), written, read
+
+
+WAYS = {
+    "whole safetensors": whole,
+    "slime, XOR": partial(slimes, "xor"),
+    "slime, overwrite": partial(slimes, "overwrite"),
+    "tensorcask": ours,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="/dev/shm")
     arguments = parser.parse_args()
     old = first(arguments.mib)
-    print("| changed | whole: MB | write (s) | read (s) | difference: MB | publish (s) | update (s) | slime's folder: MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| changed | | MB | write, CPU s | read, CPU s |\n|---:|---|---:|---:|---:|")
     for share in SHARES:
-        rounds = []
+        rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAYS}
         for seed in range(arguments.rounds):
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                rounds.append(measure(old, changed(old, share, seed), Path(folder)))
-        row = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        cells = ("whole MB", "whole write", "whole read", "MB", "publish", "update", "slime MB")
-        print(f"| {share:.1%} | " + " | ".join(f"{row[name]:.1f}" if name.endswith("MB") else f"{row[name]:.2f}" for name in cells) + " |", flush=True)
+            new = changed(old, share, seed)
+            for name, way in WAYS.items():
+                with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                    rounds[name].append(way(old, new, Path(folder)))
+        for name, measured in rounds.items():
+            sizes, *times = zip(*measured, strict=True)
+            cells = [f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in times]
+            print(f"| {share:.1%} | {name} | {statistics.median(sizes) / 1e6:.1f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
