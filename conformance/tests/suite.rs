@@ -28,6 +28,18 @@ fn our_own_reader_passes() {
     assert!(stdout.trim_end().ends_with(" passed, 0 failed"), "{stdout}");
 }
 
+#[test]
+fn failures_are_in_the_junit_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("junit.xml");
+    // `echo` answers no case.
+    let output = run(&["run", "--reader", "echo {path}", "--only", "valid/container", "--junit", file.to_str().unwrap()]);
+    let (stdout, xml) = (text(&output.stdout), std::fs::read_to_string(&file).unwrap());
+    let failed = stdout.matches("not ok ").count();
+    assert!(failed > 0 && !output.status.success(), "{stdout}");
+    assert!(xml.contains(&format!("failures=\"{failed}\"")) && xml.matches("<failure ").count() == failed, "{xml}");
+}
+
 /// Each invalid case is rejected for its own fault, not for another that slipped in.
 #[test]
 fn rejections_name_the_clause_of_the_case() {
