@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from models import GPT, Recommender
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from text import VOCABULARY, read_tokens
 from torch import nn
@@ -125,7 +126,8 @@ def as_items(tokens):
 
 
 # Steps that are written, and of these the ones with the optimizer's state.
-GPT_STEPS = [1000, 1001, 1002, 1005, 1010, 1050, 1100, 2000, 2001, 2010, 2400, 2401, 2410, 2450]
+# Every hundredth, and the first ten after two of them.
+GPT_STEPS = sorted({*range(100, 2500, 100), *range(1000, 1011), 1050, 2001, 2010, *range(2400, 2411), 2450})
 GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
 SHORT_STEPS = [300, 301, 310, 350]
 # In the root folder: slices with the same names as those in tests/data.
@@ -161,34 +163,52 @@ def write(state, path, step):
     os.replace(part, path)
 
 
+def newest_state(folder, whole, before):
+    """Step and path of the newest whole state before a step, or None: a step that was written, or where an interrupted run was."""
+    found = {step: folder / f"step-{step}.safetensors" for step in whole}
+    found = {step: path for step, path in found.items() if path.exists()}
+    resume = folder / "resume.safetensors"
+    if resume.exists():
+        with safe_open(resume, "pt") as file:
+            found[int(file.metadata()["step"])] = resume
+    return max(((step, path) for step, path in found.items() if step < before), default=None)
+
+
 def train(name, recipe, folder, steps_divisor):
+    """Trains up to each step whose file is missing, from the newest state before it. The files are the same as those of one run."""
     make, sizes, method, rate, steps, whole = recipe
-    steps, whole = [step // steps_divisor for step in steps], {step // steps_divisor for step in whole}
+    steps, whole = sorted({step // steps_divisor for step in steps}), {step // steps_divisor for step in whole}
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, loss_of = make(**sizes)
     training = method(model, rate)
-    resume = folder / "resume.safetensors"
-    done = 0
-    if resume.exists():
-        state = load_file(resume)
-        done = int(state.pop("step"))
-        training.load(state, done)
-    print(f"{name}: {sum(value.numel() for value in model.parameters()):,} parameters, from step {done} to {steps[-1]}", flush=True)
-    begun, first = time.monotonic(), done
-    for step in range(done + 1, steps[-1] + 1):
-        model.zero_grad()
-        loss = loss_of(step)
-        loss.backward()
-        training.step(step)
-        if step in steps:
-            state = training.state()
-            kept = state if step in whole else {key: value for key, value in state.items() if key.startswith("model.")}
-            write(kept, folder / f"step-{step}.safetensors", step)
-        if step % 50 == 0 or step == steps[-1]:
-            write(training.state() | {"step": torch.tensor(step)}, resume, step)
-            left = (time.monotonic() - begun) / (step - first) * (steps[-1] - step)
-            print(f"{name}: step {step} of {steps[-1]}, loss {loss.item():.3f}, {left / 60:.0f} minutes left", flush=True)
+    done = trained = 0
+    begun = time.monotonic()
+    print(f"{name}: {sum(value.numel() for value in model.parameters()):,} parameters, {steps[-1]} steps", flush=True)
+    for target in steps:
+        path = folder / f"step-{target}.safetensors"
+        if path.exists():
+            continue
+        found = newest_state(folder, whole, target)
+        if found is not None and found[0] > done:
+            done = found[0]
+            training.load(load_file(found[1]), done)
+            print(f"{name}: goes on from step {done}", flush=True)
+        for step in range(done + 1, target + 1):
+            model.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            training.step(step)
+            trained += 1
+            if step % 50 == 0:
+                known = newest_state(folder, whole, step + 1)
+                if known is None or known[0] < step:
+                    write(training.state(), folder / "resume.safetensors", step)
+                left = (time.monotonic() - begun) / trained * (steps[-1] - step)
+                print(f"{name}: step {step} of {steps[-1]}, loss {loss.item():.3f}, {left / 60:.0f} minutes left", flush=True)
+        done = target
+        state = training.state()
+        write(state if target in whole else {key: value for key, value in state.items() if key.startswith("model.")}, path, target)
 
 
 def write_slices(source, folder):
