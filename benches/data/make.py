@@ -130,11 +130,13 @@ def as_items(tokens):
 GPT_STEPS = sorted({*range(100, 2500, 100), *range(1000, 1011), 1050, 2001, 2010, *range(2400, 2411), 2450})
 GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
 SHORT_STEPS = [300, 301, 310, 350]
+# The model of --small: a thirteenth of the parameters, the same steps and learning rates.
+SMALL = dict(layers=3, width=64, heads=4)
 # In the root folder: slices with the same names as those in tests/data.
 SLICES = ("h.2.attn_", "h.2.ln_", "h.2.mlp_fc", "wte.weight")
 
 
-def recipes(tokens):
+def recipes(tokens, small):
     def gpt(**sizes):
         model = GPT(**sizes)
         return model, lambda step: text_loss(model, tokens, step)
@@ -144,7 +146,7 @@ def recipes(tokens):
         return model, lambda step: item_loss(model, items, step)
 
     return {
-        "gpt": (gpt, {}, Adam, falling(6e-4, 6e-5, 2400, 2e-6), GPT_STEPS, GPT_WHOLE),
+        "gpt": (gpt, SMALL if small else {}, Adam, falling(6e-4, 6e-5, 2400, 2e-6), GPT_STEPS, GPT_WHOLE),
         "experts": (
             gpt,
             dict(layers=4, width=128, heads=4, experts=8),
@@ -163,19 +165,19 @@ def write(state, path, step):
     os.replace(part, path)
 
 
-def newest_state(folder, whole, before):
-    """Step and path of the newest whole state before a step, or None: a step that was written, or where an interrupted run was."""
+def newest_state(folder, whole, up_to):
+    """Step and path of the newest whole state up to a step, or None: a step that was written, or where an interrupted run was."""
     found = {step: folder / f"step-{step}.safetensors" for step in whole}
     found = {step: path for step, path in found.items() if path.exists()}
     resume = folder / "resume.safetensors"
     if resume.exists():
         with safe_open(resume, "pt") as file:
             found[int(file.metadata()["step"])] = resume
-    return max(((step, path) for step, path in found.items() if step < before), default=None)
+    return max(((step, path) for step, path in found.items() if step <= up_to), default=None)
 
 
 def train(name, recipe, folder, steps_divisor):
-    """Trains up to each step whose file is missing, from the newest state before it. The files are the same as those of one run."""
+    """Trains up to each step whose file is missing, from the newest state up to it. The files are the same as those of one run."""
     make, sizes, method, rate, steps, whole = recipe
     steps, whole = sorted({step // steps_divisor for step in steps}), {step // steps_divisor for step in whole}
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +203,7 @@ def train(name, recipe, folder, steps_divisor):
             training.step(step)
             trained += 1
             if step % 50 == 0:
-                known = newest_state(folder, whole, step + 1)
+                known = newest_state(folder, whole, step)
                 if known is None or known[0] < step:
                     write(training.state(), folder / "resume.safetensors", step)
                 left = (time.monotonic() - begun) / trained * (steps[-1] - step)
@@ -224,14 +226,15 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", choices=["gpt", "experts", "recommender"])
     parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
+    parser.add_argument("--small", action="store_true", help="only gpt, with 0.43 M parameters in place of 5.85 M")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     tokens = torch.from_numpy(read_tokens(arguments.folder).astype("int32"))
     print(f"text of {len(tokens):,} tokens", flush=True)
-    for name, recipe in recipes(tokens).items():
-        if arguments.only in (None, name):
+    for name, recipe in recipes(tokens, arguments.small).items():
+        if name == "gpt" if arguments.small else arguments.only in (None, name):
             train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1)
     if (arguments.folder / "gpt").exists():
         write_slices(arguments.folder / "gpt", arguments.folder)

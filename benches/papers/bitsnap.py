@@ -141,7 +141,6 @@ def moments(values):
     return {
         "elements": values.size,
         "decades": shares,
-        "below": float(np.count_nonzero(exponents < DECADES[0]) / values.size),
         "zero": float(zeros.mean()),
         "mean": float(mean),
         "deviation": float(deviation),
@@ -172,11 +171,13 @@ def moments_tables(found):
     rest = [1 - sum(one["decades"][decade] for decade in used) - one["zero"] for one in of.values()]
     rows.append([f"below 1e{least} or above 1e{most + 1}", *(percent(max(0.0, share)) for share in rest)])
     rows.append(["zero", *(percent(one["zero"]) for one in of.values())])
-    shape = [["mean", *(f"{one['mean']:.1e}" for one in of.values())], ["standard deviation", *(f"{one['deviation']:.1e}" for one in of.values())]]
-    shape += [
-        [f"within {width} of it from the mean (normal: {percent(math.erf(width / 2**0.5))})", *(percent(one["within"][str(width)]) for one in of.values())]
-        for width in (0.1, 1, 3)
+    shape = [
+        ["mean", *(f"{one['mean']:.1e}" for one in of.values())],
+        ["standard deviation", *(f"{one['deviation']:.1e}" for one in of.values())],
     ]
+    for width in (0.1, 1, 3):
+        what = f"within {width} of it from the mean (normal: {percent(math.erf(width / 2**0.5))})"
+        shape.append([what, *(percent(one["within"][str(width)]) for one in of.values())])
     shape.append(["kurtosis (normal: 3)", *(f"{one['kurtosis']:,.0f}" for one in of.values())])
     return {"moments": table(["magnitude", *heads], rows), "moments-shape": table(["", *heads], shape)}
 

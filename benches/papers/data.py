@@ -16,12 +16,14 @@ class Run:
     def __init__(self, folder):
         own = Path(folder) / "gpt"
         self.whole = own.is_dir()
-        files = (own if self.whole else Path(folder)).glob("step-*.safetensors")
+        self.folder = own if self.whole else Path(folder)
+        files = self.folder.glob("step-*.safetensors")
         self.paths = {int(path.stem.removeprefix("step-")): path for path in files}
         self.steps = sorted(self.paths)
 
     def describe(self):
-        return "all tensors of `gpt`" if self.whole else "slices of `gpt`"
+        elements = sum(words.size for words in self.load(self.steps[0], matrices_only=False).values())
+        return f"`gpt` of {elements / 1e6:.2f} M parameters" if self.whole else f"slices of `gpt`, {elements / 1e6:.2f} M parameters"
 
     def inputs(self, steps=None):
         """Names and sizes of the files of steps, of all by default: results are measured again if these differ."""
@@ -44,7 +46,11 @@ class Run:
     def tensors(self, step, base, matrices_only=True):
         """Model tensors of a step with their base, as the candidates of `benches/peers` take them."""
         new, old = (self.load(which, matrices_only=matrices_only) for which in (step, base))
-        return [states.Tensor(f"model.{param}", "model", "bf16", new[param].shape, flat(new[param]), flat(old[param])) for param in new if param in old]
+        return [
+            states.Tensor(f"model.{param}", "model", "bf16", words.shape, flat(words), flat(old[param]))
+            for param, words in new.items()
+            if param in old
+        ]
 
 
 def flat(words):

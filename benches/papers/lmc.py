@@ -65,13 +65,15 @@ def bits_tables(found):
         return table(["step", *heads], [[row["step"], *(f"{100 * row[key][bit]:.1f}" for bit in SHOWN_BITS)] for row in rows])
 
     moved = [
-        [row["step"], percent(row["changed"]), f"{row['moved']:.1e}", percent(row["moved"] / row["deviation"])] for row in shown if "moved" in row
+        [row["step"], percent(row["changed"]), f"{row['moved']:.1e}", percent(row["moved"] / row["deviation"])]
+        for row in shown
+        if "moved" in row
     ]
     line = [100 * share for share in shares(number_line())]
     return {
         "set-bits": of("set"),
         "flipped-bits": of("flipped"),
-        "sample-weights": table(["step", "weights changed since the step before", "median movement", "of the standard deviation"], moved),
+        "sample-weights": table(["step", f"weights changed in {EVERY} steps", "median movement", "of the standard deviation"], moved),
         "number-line": table(["", *heads], [["flipped, %", *(f"{line[bit]:.0f}" for bit in SHOWN_BITS)]]),
     }
 
