@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import states
-from bitsnap import RATE_AT, stored
+from bitsnap import stored
 from candidates import Bz2, Bz2Planes, Gzip, GzipPlanes, Lz4, Lz4Planes, entropy_bytes, ours, planes_bound
 from data import TooFew, to_bf16, to_f32
 from plots import BLUE, GREY, ORANGE, RED, picture, pyplot
@@ -34,12 +34,12 @@ def measure_bits(run):
     steps = sorted({step for pair in over_training(run) for step in pair})
     if not steps:
         raise TooFew(f"steps {EVERY} apart")
-    places = np.random.default_rng(4).choice(256 * 256, 12, replace=False)
-    rows, before = [], None
+    random, rows, before, places = np.random.default_rng(4), [], None, None
     for step in steps:
         tensors = run.load(step)
         words = np.concatenate([one.reshape(-1) for one in tensors.values()])
         sampled = to_f32(tensors[SAMPLED].reshape(-1))
+        places = random.choice(sampled.size, 12, replace=False) if places is None else places
         row = {"step": step, "set": shares(words), "sample": sampled[places].tolist(), "deviation": float(sampled.std())}
         if before is not None and step - before[0] == EVERY:
             row["flipped"] = shares(words ^ before[1])
@@ -102,6 +102,7 @@ def bits_plots(found, folder):
 # Figures 9, 10, 12 and table A.3.
 
 BLOCK = 64 * 1024
+PAIRS = [(1000, 1001), (1000, 1010), (1000, 1050), (1000, 1100), (1000, 2000), (2000, 2001), (2000, 2010), (2400, 2401), (2400, 2410)]
 ENGINES = {
     "`tc.planes`": lambda tensor: stored(ours(codec="tc.planes"), tensor),
     "BZ2, grouped": lambda tensor: stored(Bz2Planes, tensor),
@@ -135,12 +136,12 @@ def field_of(tensor):
 
 
 def by_field(tensors):
-    """Tensors of one field as they are; vectors of a field, which are tiny, behind one another as one tensor."""
+    """Tensors by field. Those of a field whose planes are smaller than a block are one tensor, behind one another."""
     fields = {}
     for tensor in tensors:
         fields.setdefault(field_of(tensor), []).append(tensor)
     for field, own in fields.items():
-        if len(own[0].shape) == 1:
+        if own[0].data.nbytes < 2 * BLOCK:
             data, base = (np.concatenate([getattr(tensor, which) for tensor in own]) for which in ("data", "base"))
             own = [states.Tensor(field, "model", "bf16", (data.size // 2,), data, base)]
         yield field, own
@@ -171,10 +172,16 @@ def measure_pair(run, base, step):
 
 
 def measure_blocks(run):
-    near = [(base, base + k) for base in RATE_AT for k in (1, 10) if {base, base + k} <= set(run.steps)]
+    pairs = [pair for pair in PAIRS if set(pair) <= set(run.steps)]
+    if not pairs:
+        raise TooFew("step 1000, 2000 or 2400 with a later step")
+    return {"data": run.describe(), "rows": [measure_pair(run, *pair) for pair in pairs]}
+
+
+def measure_sizes(run):
     if not over_training(run):
         raise TooFew(f"steps {EVERY} apart")
-    return {"data": run.describe(), "rows": [measure_pair(run, *pair) for pair in near + over_training(run)]}
+    return {"data": run.describe(), "rows": [measure_pair(run, *pair) for pair in over_training(run)]}
 
 
 def total(row, name):
@@ -186,18 +193,21 @@ def of_field(row, field, name):
     return row["fields"][field][name] / row["fields"][field]["bytes"]
 
 
-def shown_rows(found):
-    return [row for row in found["rows"] if row["step"] - row["base"] < EVERY or row["step"] in SHOWN]
+GROUPED = ("blocks", "whole", "`tc.planes`", "BZ2, grouped", "gzip -6, grouped", "LZ4, grouped")
 
 
 def blocks_tables(found):
     rows = []
-    for row in shown_rows(found):
-        quartiles = [" / ".join(f"{one:.3f}" for one in row["quartiles"][plane]) for plane in ("high", "low")]
-        sizes = [ratio(total(row, name)) for name in ("blocks", "whole", "`tc.planes`", "BZ2, grouped", "gzip -6, grouped", "LZ4, grouped")]
-        rows.append([f"{row['base']} to {row['step']}", *quartiles, *sizes])
-    heads = ["steps", "blocks, high plane", "blocks, low plane", "all blocks", "whole tensors", "`tc.planes`", "BZ2", "gzip -6", "LZ4"]
-    training = [row for row in found["rows"] if row["step"] - row["base"] == EVERY]
+    for row in found["rows"]:
+        quartiles = [" / ".join(f"{one:.3f}" for one in row["quartiles"].get(plane, ())) for plane in ("high", "low")]
+        sizes = [ratio(total(row, name)) for name in GROUPED]
+        rows.append([f"{row['base']} to {row['step']}", row["count"], *quartiles, *sizes])
+    heads = ["steps", "blocks", "high plane", "low plane", "all blocks", "whole tensors", "`tc.planes`", "BZ2", "gzip -6", "LZ4"]
+    return {"blocks": table(heads, rows)}
+
+
+def sizes_tables(found):
+    training = found["rows"]
     shown = [row for row in training if row["step"] in SHOWN]
     fields = [field for field in FIELDS if field in training[0]["fields"]]
     over = [
@@ -207,14 +217,13 @@ def blocks_tables(found):
     matrices = [field for field in fields if field not in ("biases", "norms", "positions")]
     means = [[name, *(f"{np.mean([of_field(row, field, name) for row in training]):.3f}" for field in matrices)] for name in ENGINES]
     return {
-        "blocks": table(heads, rows),
         "fields": table(["", *(f"step {row['step']}" for row in shown)], over),
         "means": table(["", *matrices], means),
     }
 
 
-def blocks_plots(found, folder):
-    training = [row for row in found["rows"] if row["step"] - row["base"] == EVERY]
+def sizes_plots(found, folder):
+    training = found["rows"]
     steps = [row["step"] for row in training]
     with picture(folder / "papers-sizes.png", 10, 3.6, columns=2) as (left, right):
         colors = {"`tc.planes`": RED, "BZ2, grouped": BLUE, "gzip -6, grouped": ORANGE, "LZ4, grouped": GREY}

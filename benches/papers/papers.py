@@ -40,7 +40,8 @@ PARTS = {
     "ten": Part(bitsnap.measure_ten, bitsnap.ten_tables, bitsnap.ten_plots),
     "moments": Part(bitsnap.measure_moments, bitsnap.moments_tables, bitsnap.moments_plots),
     "bits": Part(lmc.measure_bits, lmc.bits_tables, lmc.bits_plots),
-    "blocks": Part(lmc.measure_blocks, lmc.blocks_tables, lmc.blocks_plots),
+    "blocks": Part(lmc.measure_blocks, lmc.blocks_tables),
+    "sizes": Part(lmc.measure_sizes, lmc.sizes_tables, lmc.sizes_plots),
     "threads": Part(threads.measure_threads, threads.threads_tables, steps=(1000, 1010), timed=True),
     "layouts": Part(layouts.measure_layouts, layouts.layouts_tables, steps=(1000, 1001), timed=True),
 }
