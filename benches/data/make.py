@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from models import GPT, Recommender
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from text import VOCABULARY, read_tokens
 from torch import nn
@@ -125,14 +126,17 @@ def as_items(tokens):
 
 
 # Steps that are written, and of these the ones with the optimizer's state.
-GPT_STEPS = [*range(1000, 1011), 1050, 1100, 2000, 2001, 2010, 2400, 2401, 2410, 2450]
+# Every hundredth, and the first ten after two of them.
+GPT_STEPS = sorted({*range(100, 2500, 100), *range(1000, 1011), 1050, 2001, 2010, *range(2400, 2411), 2450})
 GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
 SHORT_STEPS = [300, 301, 310, 350]
+# The model of --small: a thirteenth of the parameters, the same steps and learning rates.
+SMALL = dict(layers=3, width=64, heads=4)
 # In the root folder: slices with the same names as those in tests/data.
 SLICES = ("h.2.attn_", "h.2.ln_", "h.2.mlp_fc", "wte.weight")
 
 
-def recipes(tokens):
+def recipes(tokens, small):
     def gpt(**sizes):
         model = GPT(**sizes)
         return model, lambda step: text_loss(model, tokens, step)
@@ -142,7 +146,7 @@ def recipes(tokens):
         return model, lambda step: item_loss(model, items, step)
 
     return {
-        "gpt": (gpt, {}, Adam, falling(6e-4, 6e-5, 2400, 2e-6), GPT_STEPS, GPT_WHOLE),
+        "gpt": (gpt, SMALL if small else {}, Adam, falling(6e-4, 6e-5, 2400, 2e-6), GPT_STEPS, GPT_WHOLE),
         "experts": (
             gpt,
             dict(layers=4, width=128, heads=4, experts=8),
@@ -161,34 +165,52 @@ def write(state, path, step):
     os.replace(part, path)
 
 
+def newest_state(folder, whole, up_to):
+    """Step and path of the newest whole state up to a step, or None: a step that was written, or where an interrupted run was."""
+    found = {step: folder / f"step-{step}.safetensors" for step in whole}
+    found = {step: path for step, path in found.items() if path.exists()}
+    resume = folder / "resume.safetensors"
+    if resume.exists():
+        with safe_open(resume, "pt") as file:
+            found[int(file.metadata()["step"])] = resume
+    return max(((step, path) for step, path in found.items() if step <= up_to), default=None)
+
+
 def train(name, recipe, folder, steps_divisor):
+    """Trains up to each step whose file is missing, from the newest state up to it. The files are the same as those of one run."""
     make, sizes, method, rate, steps, whole = recipe
-    steps, whole = [step // steps_divisor for step in steps], {step // steps_divisor for step in whole}
+    steps, whole = sorted({step // steps_divisor for step in steps}), {step // steps_divisor for step in whole}
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, loss_of = make(**sizes)
     training = method(model, rate)
-    resume = folder / "resume.safetensors"
-    done = 0
-    if resume.exists():
-        state = load_file(resume)
-        done = int(state.pop("step"))
-        training.load(state, done)
-    print(f"{name}: {sum(value.numel() for value in model.parameters()):,} parameters, from step {done} to {steps[-1]}", flush=True)
-    begun, first = time.monotonic(), done
-    for step in range(done + 1, steps[-1] + 1):
-        model.zero_grad()
-        loss = loss_of(step)
-        loss.backward()
-        training.step(step)
-        if step in steps:
-            state = training.state()
-            kept = state if step in whole else {key: value for key, value in state.items() if key.startswith("model.")}
-            write(kept, folder / f"step-{step}.safetensors", step)
-        if step % 50 == 0 or step == steps[-1]:
-            write(training.state() | {"step": torch.tensor(step)}, resume, step)
-            left = (time.monotonic() - begun) / (step - first) * (steps[-1] - step)
-            print(f"{name}: step {step} of {steps[-1]}, loss {loss.item():.3f}, {left / 60:.0f} minutes left", flush=True)
+    done = trained = 0
+    begun = time.monotonic()
+    print(f"{name}: {sum(value.numel() for value in model.parameters()):,} parameters, {steps[-1]} steps", flush=True)
+    for target in steps:
+        path = folder / f"step-{target}.safetensors"
+        if path.exists():
+            continue
+        found = newest_state(folder, whole, target)
+        if found is not None and found[0] > done:
+            done = found[0]
+            training.load(load_file(found[1]), done)
+            print(f"{name}: goes on from step {done}", flush=True)
+        for step in range(done + 1, target + 1):
+            model.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            training.step(step)
+            trained += 1
+            if step % 50 == 0:
+                known = newest_state(folder, whole, step)
+                if known is None or known[0] < step:
+                    write(training.state(), folder / "resume.safetensors", step)
+                left = (time.monotonic() - begun) / trained * (steps[-1] - step)
+                print(f"{name}: step {step} of {steps[-1]}, loss {loss.item():.3f}, {left / 60:.0f} minutes left", flush=True)
+        done = target
+        state = training.state()
+        write(state if target in whole else {key: value for key, value in state.items() if key.startswith("model.")}, path, target)
 
 
 def write_slices(source, folder):
@@ -204,6 +226,7 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", choices=["gpt", "experts", "recommender"])
     parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
+    parser.add_argument("--small", action="store_true", help="only gpt, with 0.43 M parameters in place of 5.85 M")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
@@ -212,8 +235,8 @@ def main():
     arguments.folder.mkdir(parents=True, exist_ok=True)
     tokens = torch.from_numpy(read_tokens(arguments.folder).astype("int32"))
     print(f"text of {len(tokens):,} tokens", flush=True)
-    for name, recipe in recipes(tokens).items():
-        if arguments.only in (None, name):
+    for name, recipe in recipes(tokens, arguments.small).items():
+        if name == "gpt" if arguments.small else arguments.only in (None, name):
             train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1)
     if (arguments.folder / "gpt").exists():
         write_slices(arguments.folder / "gpt", arguments.folder)

@@ -151,12 +151,15 @@ def timed(work, rounds):
     return best, result
 
 
+def chunk_items(case, how):
+    """Our coders of a case, one for each piece of about a chunk."""
+    make = ours(**how)
+    return [make(piece, None) for tensor in case.tensors for piece in pieces(tensor, max(1, 2**18 // tensor.shape[1]))]
+
+
 def scaling(case, how, rounds):
     """Encode and decode with more and more threads, in pieces of about a chunk."""
-    items = []
-    for tensor in case.tensors:
-        rows = max(1, 2**18 // tensor.shape[1])
-        items += [ours(**how)(piece, None) for piece in pieces(tensor, rows)]
+    items = chunk_items(case, how)
     found = []
     for threads in range(1, (os.cpu_count() or 1) + 1):
         with ThreadPoolExecutor(threads) as pool:

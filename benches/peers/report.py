@@ -203,7 +203,14 @@ def markdown(results):
     return "\n".join(lines) + "\n"
 
 
-FIGURE = re.compile(r"<!--peers ([^>]*?)-->.*?<!---->")
+def renew(page, kind, text_of):
+    """A page with what stands between its markers `<!--KIND NAME-->` and `<!---->` renewed by `text_of(NAME)`, or kept if that is None."""
+
+    def text(match):
+        found = text_of(match[1])
+        return match[0] if found is None else f"<!--{kind} {match[1]}-->{found}<!---->"
+
+    return re.sub(rf"<!--{kind} ([^>]*?)-->.*?<!---->", text, page, flags=re.DOTALL)
 
 
 def fill(page, raw):
@@ -215,25 +222,22 @@ def fill(page, raw):
         row = next(row for row in rows if row[key] == int(at))
         return f"{row['ratio']:.3f}" if field == "ratio" else f"{row['bytes'] / row[field + '_s'] / GIB:.2f}"
 
-    def figure(match):
-        first, *rest = match[1].split("/")
+    def figure(name):
+        first, *rest = name.split("/")
         try:
             if first in ("scaling", "buffers"):
                 title, at, field = rest
                 rows = next(one["rows"] for one in raw[first] if one["title"] == title)
-                text = of_table(rows, "threads" if first == "scaling" else "kib", at, field)
-            else:
-                name, field = rest
-                row, case = results.rows[first][name], results.cases[first]
-                numbers = {"ratio": row["ratio"], "bits": 8 * row["stored"] / case["elements"]}
-                numbers |= {way: case["bytes"] / row[way]["best_s"] / 1e9 for way in ("encode", "decode") if way in row}
-                text = f"{numbers[field]:.3g}"
+                return of_table(rows, "threads" if first == "scaling" else "kib", at, field)
+            candidate, field = rest
+            row, case = results.rows[first][candidate], results.cases[first]
+            numbers = {"ratio": row["ratio"], "bits": 8 * row["stored"] / case["elements"]}
+            numbers |= {way: case["bytes"] / row[way]["best_s"] / 1e9 for way in ("encode", "decode") if way in row}
+            return f"{numbers[field]:.3g}"
         except (KeyError, StopIteration):
-            # Not measured this time: what stands there stays.
-            return match[0]
-        return f"<!--peers {match[1]}-->{text}<!---->"
+            return None  # not measured this time: the page keeps its figure
 
-    return FIGURE.sub(figure, page)
+    return renew(page, "peers", figure)
 
 
 PLOTTED = ("bf16-full", "bf16-k1", "bf16-k10", "bf16-low-k1", "state-full", "state-k1")

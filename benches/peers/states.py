@@ -82,19 +82,19 @@ def _split(name):
     return role, param
 
 
-def _load(path):
-    """Matrices by role and parameter: dtype, and elements as unsigned integers."""
+def load(path, matrices_only=True):
+    """Tensors by role and parameter: dtype, and elements as unsigned integers."""
     tensors = {}
     for name, found in safetensors.deserialize(path.read_bytes()):
         dtype = NAMES.get(found["dtype"])
-        if dtype is None or len(found["shape"]) != 2:
+        if dtype is None or (matrices_only and len(found["shape"]) != 2):
             continue
         words = {1: np.uint8, 2: np.uint16, 4: np.uint32}[WIDTHS[dtype]]
         tensors[_split(name)] = (dtype, np.frombuffer(bytes(found["data"]), words).reshape(found["shape"]))
     return tensors
 
 
-def _tile(array, param, copies):
+def tile(array, param, copies):
     """Copies below one another. Each but the first has its rows and columns in an order of its own, the same for every tensor of the
     parameter and every step: what stands beside what in real states stays, and no copy repeats the bytes of another."""
     tiles = [array]
@@ -124,7 +124,7 @@ def cases(folder, mib, only):
     def step(number):
         if number not in files:
             path = folder / f"step-{number}.safetensors"
-            files[number] = _load(path) if path.exists() else None
+            files[number] = load(path) if path.exists() else None
         return files[number]
 
     for key, title, before, now, role in CASES:
@@ -148,7 +148,7 @@ def cases(folder, mib, only):
             """Tiled bytes of a tensor of a step, made once."""
             place = (id(state), name)
             if place not in tiled:
-                tiled[place] = _flat(_tile(state[name][1], name[1], copies))
+                tiled[place] = _flat(tile(state[name][1], name[1], copies))
             return tiled[place]
 
         tensors = []
