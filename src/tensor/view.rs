@@ -73,11 +73,10 @@ impl<'a> TensorView<'a> {
     }
 
     /// Sets the rows that may have changed since this writer last saved the tensor, by index in the tensor's first
-    /// dimension. All other rows count as equal. A delta then needs no base in memory and reads none back.
+    /// dimension. All other rows are equal. A delta then needs no base in memory and reads none back.
     ///
-    /// Do not leave out a changed row. The save fails if the writer can detect the omission: in chunks whose base it
-    /// keeps, and in chunks without a named row. In other chunks the omission makes the chunk unreadable in this
-    /// snapshot, with a checksum mismatch.
+    /// Do not leave out a changed row: the save fails. The writer compares the other rows with the base that it keeps, or
+    /// with a checksum of each row. If it has neither, such as for rows below 32 bytes, it reads the base back.
     ///
     /// ```
     /// use tensorcask::{Dtype, TensorView};
