@@ -83,7 +83,7 @@ impl Writer {
 #[pymethods]
 impl Writer {
     /// Saves a state. `user` is JSON. `changed_rows` lists, for some tensors, the rows that may have changed since the
-    /// last save. `overwrite` replaces a live step with other content.
+    /// last save; None if only later saves will name them. `overwrite` replaces a live step with other content.
     #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
@@ -94,7 +94,7 @@ impl Writer {
         blobs: Vec<NamedBytes<'_>>,
         user: &str,
         metadata: BTreeMap<String, String>,
-        changed_rows: BTreeMap<String, Vec<u64>>,
+        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
         overwrite: bool,
     ) -> PyResult<Saved> {
         let lent = Lent::new(py, tensors, blobs)?;
@@ -185,7 +185,7 @@ impl RankWriter {
         parent: Option<&str>,
         tensors: Vec<Shard<'_>>,
         blobs: Vec<NamedBytes<'_>>,
-        changed_rows: BTreeMap<String, Vec<u64>>,
+        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let lent = Lent::new(py, tensors, blobs)?;
         let parent = parent.map(Id::from_hex).transpose().map_err(|e| raise(&e))?;
@@ -200,12 +200,13 @@ impl RankWriter {
     }
 }
 
-/// Names the changed rows of tensors, and of all shards of them.
-fn name_changed_rows(views: &mut [TensorView<'_>], changed_rows: &BTreeMap<String, Vec<u64>>) -> Result<()> {
+/// Names the changed rows of tensors, and of all shards of them. `None`: they are not known, but later saves will name them.
+fn name_changed_rows(views: &mut [TensorView<'_>], changed_rows: &BTreeMap<String, Option<Vec<u64>>>) -> Result<()> {
     for (name, rows) in changed_rows {
         let mut found = false;
         for view in views.iter_mut().filter(|view| view.name() == name) {
-            *view = view.clone().with_changed_rows(rows)?;
+            let named = view.clone().with_row_hashes();
+            *view = rows.as_ref().map_or(Ok(named.clone()), |rows| named.with_changed_rows(rows))?;
             found = true;
         }
         if !found {

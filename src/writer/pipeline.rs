@@ -141,7 +141,7 @@ impl SavePipeline {
         }
     }
 
-    /// Rows of a state that is saved against this parent, if the state becomes the base of the next delta. Rows have checksums
+    /// Rows of a state that is saved against this parent, if the state becomes the base of the next delta. Rows have hashes
     /// if no base is kept to compare them with.
     pub(super) fn next_rows(&self, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Option<NextRows>> {
         if !self.becomes_base(parent) {

@@ -7,7 +7,7 @@
 
 use super::WriterOptions;
 use super::base_cache::NextBase;
-use super::changed_rows::{ChangedRows, NextRows};
+use super::changed_rows::NextRows;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
@@ -138,7 +138,7 @@ impl RankPart {
     /// Forgets the base that is kept. The next save is a base, or reads its parent from the store.
     pub(super) fn forget_base(&mut self) {
         self.pipeline.base.clear();
-        self.pipeline.changed_rows = ChangedRows::default();
+        self.pipeline.changed_rows.clear();
         self.pending = None;
     }
 
