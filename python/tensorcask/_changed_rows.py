@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ._errors import InvalidArgumentError
+from ._native import InvalidArgumentError
 from ._options import changed_row_lists
 
 _T = TypeVar("_T")

@@ -159,7 +159,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._last_stall: float | None = None
         self._arenas: list[_staging.Arena] = []
         # Belongs to the process of the training.
-        self._changed_rows: RowSource | None = None
+        self._changed_rows = None
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas", "_changed_rows")

@@ -5,6 +5,7 @@
 
 /// Hash of a row: each step multiplies by an odd number and folds the upper half into the lower one, so a row that differs in
 /// one word of eight bytes has another 64-bit state.
+#[allow(clippy::little_endian_bytes, reason = "a kernel: one hash on every machine")]
 pub(crate) fn row_hash(row: &[u8]) -> u32 {
     let (words, rest) = row.as_chunks::<8>();
     let mut last = [0; 8];
@@ -41,6 +42,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::little_endian_bytes, reason = "test data")]
     fn rows_with_one_crc_have_two_hashes() {
         let row: Vec<u8> = (0..64).collect();
         for at in 0..59 {
