@@ -28,7 +28,7 @@ mod tests {
     use super::row_hash;
 
     #[test]
-    fn every_bit_and_the_length_count() {
+    fn every_bit_counts() {
         for length in [1, 7, 8, 9, 32, 61] {
             let row: Vec<u8> = (0..length).map(|at| (at * at % 251) as u8).collect();
             let flipped = (0..8 * row.len()).map(|bit| {
@@ -36,8 +36,8 @@ mod tests {
                 other[bit / 8] ^= 1 << (bit % 8);
                 row_hash(&other)
             });
-            let hashes: BTreeSet<u32> = flipped.chain([row_hash(&row), row_hash(&[&row[..], &[0]].concat())]).collect();
-            assert_eq!(hashes.len(), 8 * row.len() + 2);
+            let hashes: BTreeSet<u32> = flipped.chain([row_hash(&row)]).collect();
+            assert_eq!(hashes.len(), 8 * row.len() + 1);
         }
     }
 

@@ -181,9 +181,9 @@ async fn ranks_name_rows() {
             assert!(saved.parent.is_none() || saved.stored_bytes < saved.tensor_bytes / 4, "{policy:?} {step}: {saved:?}");
             check(&store, step, &state).await;
         }
-        state.change(&[3, 4]);
+        state.change(&[20, 21]);
         let parent = coordinator.next_parent(9).await.unwrap();
-        let left_out = rank.save_on(9, parent, &[state.view().with_changed_rows(&[3]).unwrap()], &[]).await;
+        let left_out = rank.save_on(9, parent, &[state.view().with_changed_rows(&[20]).unwrap()], &[]).await;
         assert!(left_out.map_or_else(|error| error.kind() == ErrorKind::InvalidArgument, |_| parent.is_none()));
     }
 }
