@@ -83,7 +83,7 @@ impl Writer {
 #[pymethods]
 impl Writer {
     /// Saves a state. `user` is JSON. `changed_rows` lists, for some tensors, the rows that may have changed since the
-    /// last save. `overwrite` replaces a live step with other content.
+    /// last save; None if only later saves will name them. `overwrite` replaces a live step with other content.
     #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
@@ -94,19 +94,14 @@ impl Writer {
         blobs: Vec<NamedBytes<'_>>,
         user: &str,
         metadata: BTreeMap<String, String>,
-        changed_rows: BTreeMap<String, Vec<u64>>,
+        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
         overwrite: bool,
     ) -> PyResult<Saved> {
         let lent = Lent::new(py, tensors, blobs)?;
         let metadata = metadata_of(user, metadata)?;
         py.detach(|| {
             let (mut views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
-            for (name, rows) in &changed_rows {
-                let view = views.iter_mut().find(|view| view.name() == name);
-                let view =
-                    view.ok_or_else(|| raise(&Error::not_found("changed_rows: the state has no tensor of this name").tensor(name)))?;
-                *view = view.clone().with_changed_rows(rows).map_err(|e| raise(&e))?;
-            }
+            name_changed_rows(&mut views, &changed_rows).map_err(|e| raise(&e))?;
             let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
         })
@@ -178,7 +173,10 @@ impl RankWriter {
 
 #[pymethods]
 impl RankWriter {
-    /// Uploads this rank's part against the parent that the coordinator chose. Returns the receipt.
+    /// Uploads this rank's part against the parent that the coordinator chose. Returns the receipt. `changed_rows` lists,
+    /// for some tensors, the rows that may have changed since this rank last uploaded them.
+    #[pyo3(signature = (rank, step, parent, tensors, blobs, changed_rows=BTreeMap::new()))]
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save<'py>(
         &self,
         py: Python<'py>,
@@ -187,17 +185,35 @@ impl RankWriter {
         parent: Option<&str>,
         tensors: Vec<Shard<'_>>,
         blobs: Vec<NamedBytes<'_>>,
+        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let lent = Lent::new(py, tensors, blobs)?;
         let parent = parent.map(Id::from_hex).transpose().map_err(|e| raise(&e))?;
         let receipt = py.detach(|| {
-            let (views, blobs) = lent.views(rank).map_err(|e| raise(&e))?;
+            let (mut views, blobs) = lent.views(rank).map_err(|e| raise(&e))?;
+            name_changed_rows(&mut views, &changed_rows).map_err(|e| raise(&e))?;
             let mut writer = self.inner.lock().map_err(|_| poisoned())?;
             let receipt = until_done(&self.store, writer.save_on(step, parent, &views, &blobs))?;
             receipt.encode().map_err(|e| raise(&e))
         })?;
         Ok(PyBytes::new(py, &receipt))
     }
+}
+
+/// Names the changed rows of tensors, and of all shards of them. `None`: they are not known, but later saves will name them.
+fn name_changed_rows(views: &mut [TensorView<'_>], changed_rows: &BTreeMap<String, Option<Vec<u64>>>) -> Result<()> {
+    for (name, rows) in changed_rows {
+        let mut found = false;
+        for view in views.iter_mut().filter(|view| view.name() == name) {
+            let named = view.clone().with_row_hashes();
+            *view = rows.as_ref().map_or(Ok(named.clone()), |rows| named.with_changed_rows(rows))?;
+            found = true;
+        }
+        if !found {
+            return Err(Error::not_found("changed_rows: the state has no tensor of this name").tensor(name));
+        }
+    }
+    Ok(())
 }
 
 impl Saved {

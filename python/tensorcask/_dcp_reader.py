@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from . import _dtypes, _frameworks, _native, _planners, _process_stores
+from . import _device, _dtypes, _frameworks, _native, _planners, _process_stores
 from ._handle import StoreHandle as Store
 from ._options import Framework, Step
 from ._reports import TensorInfo
@@ -234,7 +234,7 @@ def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence
         direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
         staged = plain if direct else torch.empty(tuple(shape), dtype=dtype)
         if direct:
-            addresses.add(plain.data_ptr())
+            addresses.add(_device.written(plain).data_ptr())
         else:
             elsewhere.append((plain, staged))
         requests.append((info.name, double(offset), double(shape), _frameworks.torch_bytes(torch, staged)))

@@ -19,6 +19,14 @@ def is_on_device(tensor: Any) -> bool:
     return bool(tensor.device.type != "cpu")
 
 
+def written(tensor: Any) -> Any:
+    """Returns a torch tensor whose memory is about to be filled, after telling PyTorch of the change."""
+    increment = getattr(sys.modules["torch"].autograd.graph, "increment_version", None)
+    if increment is not None and not tensor.is_inference():
+        increment(tensor)
+    return tensor
+
+
 # CUDA holds work of all threads up while it registers memory: about 10 ms for this much.
 PIECE_BYTES = 32 << 20
 

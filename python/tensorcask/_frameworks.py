@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from . import _native
-from ._device import is_on_device
+from ._device import is_on_device, written
 from ._dtypes import (
     BITS,
     DTYPES,
@@ -358,7 +358,7 @@ def place_in(
         if theirs != dtype or tuple(out.shape) != torch_shape(dtype, shape, name):
             refuse(f"is {out.dtype} of shape {list(out.shape)}")
         if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
-            return Place(torch_bytes(torch, out), lambda: out)
+            return Place(torch_bytes(torch, written(out)), lambda: out)
         if fill is not None and is_on_device(out):
             return Place(partial(fill, out), lambda: out)
         fresh = place("torch", dtype, shape, name)

@@ -212,7 +212,7 @@ class Writer:
         blobs: Sequence[tuple[str, Buffer]],
         user: str,
         metadata: Mapping[str, str],
-        changed_rows: Mapping[str, Sequence[int]] = ...,
+        changed_rows: Mapping[str, Sequence[int] | None] = ...,
         overwrite: bool = False,
     ) -> Saved: ...
     def save_safetensors(self, step: int, files: Sequence[str], user: str, overwrite: bool = False) -> Saved: ...
@@ -233,7 +233,13 @@ class Retainer:
 @final
 class RankWriter:
     def save(
-        self, rank: int, step: int, parent: str | None, tensors: Sequence[_Shard], blobs: Sequence[tuple[str, Buffer]]
+        self,
+        rank: int,
+        step: int,
+        parent: str | None,
+        tensors: Sequence[_Shard],
+        blobs: Sequence[tuple[str, Buffer]],
+        changed_rows: Mapping[str, Sequence[int] | None] = ...,
     ) -> bytes: ...
 
 # Source (`slot`, `memory` or `tier`), and the URL of a tier.

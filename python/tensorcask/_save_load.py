@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from ._changed_rows import RowSource
 from ._frameworks import RawTensor
 from ._native import Saved
 from ._options import BaseCache, Check, Device, DType, Framework, Objective, Policy, Slices, Step
@@ -38,7 +39,7 @@ def save(
     statistics: bool = False,
     check: Check = None,
     frozen: str | Sequence[str] = (),
-    changed_rows: Mapping[str, Sequence[int]] | None = None,
+    changed_rows: Mapping[str, Sequence[int]] | RowSource | None = None,
     overwrite: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,

@@ -30,6 +30,8 @@ class Arena:
         self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         # Time for which the copy into this memory stopped the training.
         self.stall_seconds: float | None = None
+        # Changed rows of the tensors in this memory, by the address of the tensor in decimal.
+        self.claim: Any = None
         self._idle_uses = self._uses()
 
     def _uses(self) -> list[int] | None:
@@ -62,6 +64,10 @@ class Stager:
             _refusals.check_torch(local, path)
             self._sources.setdefault(_key(local), local)
 
+    def sources(self, arena: Arena) -> dict[str, torch.Tensor]:
+        """The tensors that are copied, by the address of the copy in decimal."""
+        return {str(piece.data_ptr()): source for source, piece in zip(self._sources.values(), arena.pieces, strict=True)}
+
     def copy_into(self, arena: Arena) -> Any:
         """The state with its tensors in an arena and its other values copied."""
         copies: dict[Any, torch.Tensor] = {}
@@ -73,7 +79,6 @@ class Stager:
             else:
                 target.copy_(source)
         _native.copy_all(pairs)
-
         return _with_copies(self._state, copies)
 
 

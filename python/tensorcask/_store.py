@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _collector, _foreign, _native, _source, _state
+from ._changed_rows import Rows, RowSource, save_with_rows
 from ._errors import InvalidValueError
 from ._frameworks import RawTensor
 from ._native import Saved
@@ -25,7 +26,6 @@ from ._options import (
     Retention,
     Slices,
     Step,
-    changed_row_lists,
     check_step,
     retention_of,
     step_or_latest,
@@ -92,7 +92,7 @@ class Store(Upkeep):
         statistics: bool = False,
         check: Check = None,
         frozen: str | Sequence[str] = (),
-        changed_rows: Mapping[str, Sequence[int]] | None = None,
+        changed_rows: Mapping[str, Sequence[int]] | RowSource | None = None,
         overwrite: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -139,9 +139,9 @@ class Store(Upkeep):
                 trained. If a trained parameter stays the same for two more saves, a warning is logged once, and
                 ``Saved.unchanged`` names it with the step since when.
             changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved
-                the tensor, by tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these
-                tensors then need no base. A row that changed and is left out fails the save, or makes that part of the
-                snapshot unreadable.
+                the tensor, by tensor name; or a :class:`tensorcask.torch.TouchedRows`, which records them. With
+                ``base_cache="none"`` these tensors then need no base, if the first save names rows, too (``[]`` will do).
+                A row that changed and is left out fails the save.
             overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
                 ``ConflictError``; saving the same content again is not.
             keep_last: Number of live steps to keep. After the commit, older steps are forgotten, except pinned ones.
@@ -172,7 +172,7 @@ class Store(Upkeep):
 
         >>> store = Store("memory://rows-example")
         >>> table = bytearray(number * number % 251 for number in range(64 * 1024))
-        >>> _ = store.save({"table": RawTensor("u8", (1024, 64), table)}, step=1, base_cache="none")
+        >>> _ = store.save({"table": RawTensor("u8", (1024, 64), table)}, step=1, base_cache="none", changed_rows={"table": []})
         >>> table[64 * 7:64 * 8] = bytes(range(64))
         >>> store.save({"table": RawTensor("u8", (1024, 64), table)}, step=2, base_cache="none", changed_rows={"table": [7]}).chunks
         {'tc.rows': 1}
@@ -183,10 +183,13 @@ class Store(Upkeep):
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
         options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen)
-        rows = changed_row_lists(changed_rows)
-        arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)
+        arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"))
+
+        def save(rows: Rows) -> Saved:
+            return self.with_writer(options, lambda writer: writer.save(*arguments, rows, overwrite=overwrite))
+
         with watching(self.native(), progress, f"save step {arguments[0]}"):
-            saved = self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
+            saved = save_with_rows(changed_rows, id(self), lambda: _state.flat_arrays(state), save)
             if retention is not None:
                 self._retain(retention)
             return saved
@@ -292,6 +295,7 @@ class Store(Upkeep):
         max_failed_saves: int = 3,
         cache_staged_state_dict: bool = True,
         after_commit: Callable[[Snapshot], object] | None = None,
+        changed_rows: RowSource | None = None,
     ) -> Writer:
         """Makes a ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
         from .torch import Writer
@@ -313,6 +317,7 @@ class Store(Upkeep):
             max_failed_saves=max_failed_saves,
             cache_staged_state_dict=cache_staged_state_dict,
             after_commit=after_commit,
+            changed_rows=changed_rows,
         )
 
     def reader(self, *, step: Step | None = None, process_group: Any = None) -> Reader:

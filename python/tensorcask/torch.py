@@ -35,14 +35,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from . import _dcp_paths, _frameworks, _native, _planners, _process_stores, _staging, _state
+from ._changed_rows import Claim, Rows, RowSource, save_claimed
 from ._dcp_reader import Reader, doubled, set_version
+from ._errors import InvalidTypeError
 from ._handle import StoreHandle as Store
 from ._options import BaseCache, Check, Objective, Policy, check_step, user_json, writer_options
 from ._snapshot import Snapshot
 from ._state import OnUnsupported, check_on_unsupported, path_text
 from ._steps import step_in, step_of
+from ._touched_rows import TouchedRows
 
-__all__ = ["Reader", "Writer", "register", "unregister"]
+__all__ = ["Reader", "TouchedRows", "Writer", "register", "unregister"]
 
 _log = logging.getLogger("tensorcask")
 _TREE = "tc.tree"
@@ -88,6 +91,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
     export of the weights to safetensors belongs here. If the function fails, the step stays saved, and the error is
     raised on every rank.
 
+    ``changed_rows``: a :class:`TouchedRows`, which names the rows of whole tables that changed. A save in a process of
+    its own compares all rows.
+
     >>> import tensorcask
     >>> import torch.distributed.checkpoint as dcp
     >>> store = tensorcask.Store("memory://dcp-writer-example")
@@ -121,8 +127,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         max_failed_saves: int = 3,
         cache_staged_state_dict: bool = True,
         after_commit: Callable[[Snapshot], object] | None = None,
+        changed_rows: RowSource | None = None,
     ) -> None:
         check_on_unsupported(on_unsupported)
+        if not isinstance(changed_rows, RowSource | None):
+            raise InvalidTypeError(f"changed_rows: {changed_rows!r}; use a tensorcask.torch.TouchedRows")
         self._store = store
         self._given_step = None if step is None else check_step(step)
         self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check)
@@ -134,6 +143,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._keeps_stages = cache_staged_state_dict
         self._after_commit = after_commit
         self._forget()
+        self._changed_rows = changed_rows
 
     def _forget(self) -> None:
         self.checkpoint_id: str | os.PathLike[str] | None = None
@@ -148,9 +158,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._sent_stall: float | None = None
         self._last_stall: float | None = None
         self._arenas: list[_staging.Arena] = []
+        # Belongs to the process of the training.
+        self._changed_rows = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas")
+        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas", "_changed_rows")
         kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
         return kept | {"_sent_stall": self._last_stall}
 
@@ -243,6 +255,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         contiguous: dict[Any, Any] = {}
         keep = []
         found: list[torch.Tensor] = []
+        whole: dict[str, torch.Tensor] = {}
         for item in plan.items:
             name = item.index.fqn
             path = paths.get(name, (name,))
@@ -267,21 +280,30 @@ class Writer(StorageWriter):  # type: ignore[misc]
             shape, offset = double(data.size), double(data.chunk.offsets)
             tensors.append((str(name), lent.dtype, shape, offset, lent.shape, lent.buffer))
             keep.append(lent)
+            if item.type == WriteItemType.TENSOR:
+                whole[str(name)] = tensor
             _set(nested, path, _state.Reference(str(name), "torch"))
+        claim, rows_of = _claim_of(whole, self._arenas, self._changed_rows, (self._store.key, self._options))
         self._stall_seconds = self._stall_of(found)
         if not self._keeps_stages:
             self._arenas = [arena for arena in self._arenas if not any(arena.holds(tensor) for tensor in found)]
         flat = _state.flatten(nested, self._on_unsupported)
         for name, lent in flat.tensors.items():
-            whole = list(lent.shape)
-            tensors.append((name, lent.dtype, whole, [0] * len(whole), lent.shape, lent.buffer))
+            extent = list(lent.shape)
+            tensors.append((name, lent.dtype, extent, [0] * len(extent), lent.shape, lent.buffer))
         blobs = list(flat.blobs.items())
         if nested:
             blobs.append((_TREE, _native.encode_tree(flat.nodes)))
         store = _process_stores.shared(self._store)
         writer = _process_stores.rank_writer(store, task.rank, task.world, self._options)
+
+        def save(rows: Rows) -> bytes:
+            return writer.save(task.rank, self._step(), parent, tensors, blobs, rows)
+
         try:
-            return writer.save(task.rank, self._step(), parent, tensors, blobs)
+            if self._changed_rows is None or claim is None:
+                return save({})
+            return save_claimed(self._changed_rows, claim, save, rows_of)
         except _native.Error:
             raise
         except BaseException:
@@ -318,6 +340,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]
             arena = _staging.Arena(stager.sizes)
             self._arenas.append(arena)
+        if self._changed_rows is not None:
+            arena.claim = self._changed_rows.claim((self._store.key, self._options), stager.sources(arena))
         staged: dict[str, Any] = stager.copy_into(arena)
         self._last_stall = arena.stall_seconds = time.monotonic() - begun
         return staged
@@ -390,6 +414,19 @@ def _call_after_commit(after_commit: Callable[[Snapshot], object], snapshot: Sna
         after_commit(snapshot)
     except Exception as error:
         raise RuntimeError(f"step {snapshot.step} is saved, but after_commit failed: {error}") from error
+
+
+def _claim_of(
+    tensors: Mapping[str, torch.Tensor], arenas: Sequence[_staging.Arena], source: RowSource | None, key: Any
+) -> tuple[Claim | None, dict[str, str]]:
+    """The changed rows of tensors, claimed when they were staged or, if they were not, now; and the names of the tensors
+    by their names in the claim."""
+    if source is None:
+        return None, {}
+    arena = next((arena for arena in arenas if any(arena.holds(tensor) for tensor in tensors.values())), None)
+    if arena is not None:
+        return arena.claim, {str(tensor.data_ptr()): name for name, tensor in tensors.items()}
+    return source.claim(key, tensors), {name: name for name in tensors}
 
 
 def _check_values(planner: SavePlanner, on_unsupported: OnUnsupported) -> None:

@@ -439,7 +439,7 @@ def test_named_rows_need_no_base(tmp_path):
     table = torch.randn(5000, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     store = tensorcask.Store(tmp_path)
     options = {"base_cache": "none", "policy": "one_shot", "objective": "smallest"}
-    store.save({"model": {"table": table}}, step=1, **options)
+    store.save({"model": {"table": table}}, step=1, changed_rows={"model.table": []}, **options)
     for step, rows in ((2, [3, 4, 4999]), (3, [17])):
         table[rows] += 1
         saved = store.save({"model": {"table": table}}, step=step, changed_rows={"model.table": rows}, **options)

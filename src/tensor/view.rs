@@ -26,6 +26,7 @@ pub struct TensorView<'a> {
     param: String,
     data: &'a [u8],
     changed_rows: Option<Vec<u64>>,
+    has_row_hashes: bool,
 }
 
 impl<'a> TensorView<'a> {
@@ -62,7 +63,7 @@ impl<'a> TensorView<'a> {
             }
         }
         let RoleAndParam { role, param } = infer_role(&name);
-        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None })
+        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None, has_row_hashes: false })
     }
 
     /// Sets role and param, instead of guessing them from the name.
@@ -73,11 +74,11 @@ impl<'a> TensorView<'a> {
     }
 
     /// Sets the rows that may have changed since this writer last saved the tensor, by index in the tensor's first
-    /// dimension. All other rows count as equal. A delta then needs no base in memory and reads none back.
+    /// dimension. All other rows are equal. A delta then needs no base.
     ///
-    /// Do not leave out a changed row. The save fails if the writer can detect the omission: in chunks whose base it
-    /// keeps, and in chunks without a named row. In other chunks the omission makes the chunk unreadable in this
-    /// snapshot, with a checksum mismatch.
+    /// Do not leave out a changed row: the save fails. The writer compares the other rows with the base that it keeps, or
+    /// with a hash of each row. If it has neither, it reads the base back: for rows below 32 bytes, and if the save of the
+    /// base neither named rows nor asked for hashes with [`with_row_hashes`](Self::with_row_hashes).
     ///
     /// ```
     /// use tensorcask::{Dtype, TensorView};
@@ -98,6 +99,18 @@ impl<'a> TensorView<'a> {
         rows.dedup();
         self.changed_rows = Some(rows);
         Ok(self)
+    }
+
+    /// Lets the writer keep a hash of each row if it keeps no base, so that later saves may name changed rows without
+    /// knowing the rows of this save. A save that names rows asks for hashes, too.
+    pub fn with_row_hashes(mut self) -> Self {
+        self.has_row_hashes = true;
+        self
+    }
+
+    /// Whether the writer keeps a hash of each row if it keeps no base.
+    pub fn has_row_hashes(&self) -> bool {
+        self.has_row_hashes || self.changed_rows.is_some()
     }
 
     /// Rows of this shard that may differ from the parent snapshot, ascending, counted from the shard's first row.

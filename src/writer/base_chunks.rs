@@ -13,7 +13,7 @@ use crate::spare::Spare;
 use crate::{Error, Result, boxed, parallel};
 
 /// The base of each chunk, from the cache or the store. `None` for a chunk that the parent does not have, for a chunk
-/// outside the cache whose changed rows are known, and for a withheld base.
+/// outside the cache whose changed rows are known and can be checked, and for a withheld base.
 pub(super) async fn base_chunks<'b>(
     input: &SaveInput<'_>,
     cache: &'b BaseCache,
@@ -34,7 +34,7 @@ pub(super) async fn base_chunks<'b>(
     for ((&at, base), &is_withheld) in chunks.iter().zip(&mut bases).zip(is_withheld) {
         let (Some(tensor), None, false) = (at.base, &base, is_withheld) else { continue };
         // Codecs need no base for a chunk whose changed rows are known.
-        if input.changed_rows(at)?.is_some() {
+        if input.checkable_rows(at)?.is_some() {
             continue;
         }
         let buffer = Spare::new(input.original(at)?.len(), "a base chunk")?;

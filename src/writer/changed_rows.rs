@@ -2,26 +2,61 @@
 //!
 //! A caller of a save may name the rows of a tensor that changed since the save before. From these rows codecs make a
 //! delta without reading the base. A row that is left out would make a snapshot that cannot be rebuilt, so
-//! [`check_changed_rows`] compares what callers say with base chunks or checksums before anything is encoded.
+//! [`check_changed_rows`] compares what callers say before anything is encoded: with the base chunk; or with the
+//! hash of each row, which the writer keeps if it keeps no base and the caller asks for hashes; or with the checksum of a chunk in
+//! which no row changed. A chunk for which none of these is at hand is encoded against its base, as if no rows were named.
 
 use std::collections::HashMap;
 
+use rayon::prelude::*;
+
 use super::base_cache::{BaseChunk, ShardKey, key_of};
 use super::input::{ChunkRef, SaveInput};
-use super::layout::StateLayout;
+use super::layout::{LayoutTensor, StateLayout};
 use crate::codec::Chunk;
+use crate::kernels::row_hash::row_hash;
 use crate::precision::Rounded;
 use crate::reader::chunk_crcs;
 use crate::tensor::ChunkGrid;
 use crate::wire::Id;
-use crate::{Error, Result, TensorView, boxed};
+use crate::{Error, Result, TensorView, boxed, parallel};
+
+/// Smallest row, in bytes, of which a hash is kept. Hashes then take at most an eighth of the tensor.
+const LEAST_HASHED_ROW: usize = 32;
 
 /// For each shard of a committed snapshot, the rows that changed since. A shard is missing once a save did not name its
 /// rows.
 #[derive(Debug, Default)]
 pub(super) struct ChangedRows {
     since: Option<Id>,
-    rows: HashMap<ShardKey, Vec<u64>>,
+    shards: HashMap<ShardKey, ShardRows>,
+}
+
+#[derive(Debug, Default)]
+struct ShardRows {
+    /// Indices of the rows that changed, ascending.
+    changed: Vec<u64>,
+    /// Hash of each row of the snapshot, by chunk; no chunks if they are not kept.
+    hashes: Vec<Vec<u32>>,
+}
+
+/// Shards of a state that is being saved, for [`ChangedRows::restart`] once the state is a committed snapshot.
+#[derive(Debug)]
+pub(super) struct NextRows(HashMap<ShardKey, ShardRows>);
+
+impl NextRows {
+    /// Shards of a state. `keeps_hashes` chooses tensors of which each row gets a hash, if the caller asks for hashes.
+    pub(super) fn of(layout: &StateLayout<'_>, keeps_hashes: impl Fn(&LayoutTensor<'_>) -> bool) -> Result<Self> {
+        let mut shards = HashMap::new();
+        for tensor in &layout.tensors {
+            let keeps_hashes = keeps_hashes(tensor);
+            for view in &tensor.shards {
+                let hashes = if keeps_hashes && view.has_row_hashes() { row_hashes(view)? } else { Vec::new() };
+                shards.insert(key_of(view), ShardRows { changed: Vec::new(), hashes });
+            }
+        }
+        Ok(Self(shards))
+    }
 }
 
 impl ChangedRows {
@@ -30,23 +65,37 @@ impl ChangedRows {
         if self.since.is_none() {
             return;
         }
-        let mut before = std::mem::take(&mut self.rows);
+        let mut before = std::mem::take(&mut self.shards);
         for view in layout.tensors.iter().flat_map(|tensor| &tensor.shards) {
             let key = key_of(view);
             if let (Some(mut rows), Some(new)) = (before.remove(&key), view.changed_rows()) {
-                rows.extend_from_slice(new);
-                rows.sort_unstable();
-                rows.dedup();
-                self.rows.insert(key, rows);
+                rows.changed.extend_from_slice(new);
+                rows.changed.sort_unstable();
+                rows.changed.dedup();
+                self.shards.insert(key, rows);
             }
         }
     }
 
-    /// Starts again from a committed snapshot of this state.
-    pub(super) fn restart(&mut self, snapshot: Id, layout: &StateLayout<'_>) {
-        let views = layout.tensors.iter().flat_map(|tensor| &tensor.shards);
-        self.rows = views.map(|view| (key_of(view), Vec::new())).collect();
-        self.since = Some(snapshot);
+    /// Starts again from a committed snapshot.
+    pub(super) fn restart(&mut self, snapshot: Id, next: NextRows) {
+        (self.since, self.shards) = (Some(snapshot), next.0);
+    }
+
+    /// Forgets the snapshot. The next delta is made as if no rows were named.
+    pub(super) fn clear(&mut self) {
+        (self.since, self.shards) = (None, HashMap::new());
+    }
+
+    /// Memory that the hashes take, in bytes.
+    pub(super) fn memory_bytes(&self) -> u64 {
+        self.shards.values().flat_map(|shard| &shard.hashes).map(|chunk| chunk.len() as u64 * 4).sum()
+    }
+
+    /// Hashes of the rows of a chunk of a snapshot, as codecs number the rows; `None` if they are not kept.
+    pub(super) fn hashes(&self, snapshot: Id, view: &TensorView<'_>, chunk: u64) -> Option<&[u32]> {
+        let shard = self.shards.get(&key_of(view)).filter(|_| self.since == Some(snapshot))?;
+        Some(shard.hashes.get(usize::try_from(chunk).ok()?)?)
     }
 
     /// Rows of a chunk, as codecs number them, that may differ from a snapshot. `None` if they are not known, or if the
@@ -55,7 +104,7 @@ impl ChangedRows {
         if self.since != Some(snapshot) {
             return Ok(None);
         }
-        let Some(changed) = self.rows.get(&key_of(view)) else { return Ok(None) };
+        let Some(ShardRows { changed, .. }) = self.shards.get(&key_of(view)) else { return Ok(None) };
         let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
         let (row, elements) = (grid.row_elements(), grid.elements(chunk));
         if row == 0 || row.checked_mul(view.dtype().bits()).is_none_or(|bits| !bits.is_multiple_of(8)) {
@@ -75,8 +124,24 @@ impl ChangedRows {
     }
 }
 
-/// Refuses changed rows that leave out a row which did change. Compares with the base chunk if it is there, else
-/// compares the checksums of chunks in which no row changed.
+/// Hash of each row of a shard, by chunk. No chunks if the rows are small, or are not of whole bytes.
+fn row_hashes(view: &TensorView<'_>) -> Result<Vec<Vec<u32>>> {
+    let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
+    let bits = grid.row_elements().saturating_mul(view.dtype().bits());
+    let row_bytes = usize::try_from(bits / 8).unwrap_or(usize::MAX);
+    if !bits.is_multiple_of(8) || row_bytes < LEAST_HASHED_ROW {
+        return Ok(Vec::new());
+    }
+    let of_chunk = |chunk| {
+        let range = grid.bytes(chunk);
+        let bytes = view.data().get(range.start as usize..range.end as usize).unwrap_or_default();
+        bytes.chunks_exact(row_bytes).map(row_hash).collect()
+    };
+    Ok(parallel::run(|| (0..grid.chunk_count()).into_par_iter().map(of_chunk).collect()))
+}
+
+/// Refuses changed rows that leave out a row which did change. Compares with the base chunk if it is there, else with the
+/// hashes of rows or the checksums of chunks in which no row changed.
 #[boxed]
 pub(super) async fn check_changed_rows(
     input: &SaveInput<'_>,
@@ -87,9 +152,9 @@ pub(super) async fn check_changed_rows(
     let mut unchanged = Vec::new();
     for ((&at, rounded), base) in chunks.iter().zip(rounded).zip(bases) {
         let Some(tensor) = at.base else { continue };
-        let Some(rows) = input.changed_rows(at)? else { continue };
         match base {
             Some(base) => {
+                let Some(rows) = input.changed_rows(at)? else { continue };
                 let chunk = Chunk { base: Some(base), ..input.codec_chunk(at, &rounded.data)? };
                 let Some((row_bytes, _)) = chunk.rows() else { continue };
                 let pairs = chunk.data.chunks_exact(row_bytes).zip(base.chunks_exact(row_bytes)).zip(0u64..);
@@ -98,8 +163,19 @@ pub(super) async fn check_changed_rows(
                     return Err(left_out(&format!("row {row}"), input.view(at), at.chunk));
                 }
             }
-            None if rows.is_empty() => unchanged.push((at, rounded, (tensor, input.view(at).rect().clone(), at.chunk))),
-            None => {}
+            None => {
+                let Some(rows) = input.checkable_rows(at)? else { continue };
+                let hashes = input.row_hashes(at)?;
+                let (Some(hashes), Some((row_bytes, _))) = (hashes, input.codec_chunk(at, &rounded.data)?.rows()) else {
+                    unchanged.push((at, rounded, (tensor, input.view(at).rect().clone(), at.chunk)));
+                    continue;
+                };
+                let mut pairs = rounded.data.chunks_exact(row_bytes).zip(hashes).zip(0u64..);
+                let differs = |(row, hash): (&[u8], &u32)| row_hash(row) != *hash;
+                if let Some((_, row)) = pairs.find(|(pair, row)| rows.binary_search(row).is_err() && differs(*pair)) {
+                    return Err(left_out(&format!("row {row}"), input.view(at), at.chunk));
+                }
+            }
         }
     }
     let (Some(parent), false) = (input.parent, unchanged.is_empty()) else { return Ok(()) };

@@ -11,7 +11,6 @@
 
 use std::collections::BTreeMap;
 
-use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
@@ -157,7 +156,7 @@ impl Writer {
         tracing::warn!(error = %why, "the store was replaced; the next snapshot is a base");
         let store = self.pipeline.store.clone();
         self.pipeline.base.clear();
-        self.pipeline.changed_rows = ChangedRows::default();
+        self.pipeline.changed_rows.clear();
         self.durable_directory = None;
         let mut log = open_log(&store).await?;
         let (id, predecessors) = (self.id, &self.predecessors);

@@ -39,8 +39,7 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
         let chunk = Chunk { partners: &partners, ..input.codec_chunk(at, &rounded[index].data)? };
         let given = rounded[index].given.as_ref();
         let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
-        let changed_rows = input.changed_rows(at)?;
-        let delta = match (&bases[index], changed_rows) {
+        let delta = match (&bases[index], input.checkable_rows(at)?) {
             (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
             (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
             (None, None) => absolute,

@@ -91,6 +91,23 @@ impl<'a> SaveInput<'a> {
         self.changed_rows.of_chunk(parent.snapshot.record().id, self.view(at), at.chunk)
     }
 
+    /// Hashes of the rows of a chunk's base, by which changed rows are checked without the base; `None` if they are not
+    /// kept.
+    pub(super) fn row_hashes(&self, at: ChunkRef) -> Result<Option<&'a [u32]>> {
+        let (Some(_), Some(parent)) = (at.base, self.parent) else { return Ok(None) };
+        let rows = self.codec_chunk(at, self.original(at)?)?.rows();
+        let hashes = self.changed_rows.hashes(parent.snapshot.record().id, self.view(at), at.chunk);
+        Ok(hashes.filter(|hashes| rows.is_some_and(|(_, count)| count == hashes.len())))
+    }
+
+    /// Rows of a chunk that may differ from its base, if they can be checked without the base.
+    pub(super) fn checkable_rows(&self, at: ChunkRef) -> Result<Option<Vec<u64>>> {
+        match self.changed_rows(at)? {
+            Some(rows) if rows.is_empty() || self.row_hashes(at)?.is_some() => Ok(Some(rows)),
+            _ => Ok(None),
+        }
+    }
+
     /// Place of a chunk in the cask.
     pub(super) fn place(&self, at: ChunkRef) -> ChunkPlace<'a> {
         ChunkPlace { shard: label(self.view(at)), chunk: at.chunk }

@@ -290,9 +290,9 @@ impl Writer {
         &self.pipeline.store
     }
 
-    /// Memory that the kept base takes, in bytes.
+    /// Memory that the kept base takes, in bytes; with the hashes of its rows, if they are kept.
     pub fn base_cache_bytes(&self) -> u64 {
-        self.pipeline.base.memory_bytes()
+        self.pipeline.base.memory_bytes().saturating_add(self.pipeline.changed_rows.memory_bytes())
     }
 
     /// Sends the casks of the next saves to a second store, too, while they are being written. `None` ends that.

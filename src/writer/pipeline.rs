@@ -20,10 +20,10 @@ use bytes::Bytes;
 
 use super::base_cache::{BaseCache, NextBase, key_of};
 use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
-use super::changed_rows::ChangedRows;
+use super::changed_rows::{ChangedRows, NextRows};
 use super::choices::Choices;
 use super::input::{SaveInput, label};
-use super::layout::StateLayout;
+use super::layout::{LayoutTensor, StateLayout};
 use super::pace::{ObjectiveReport, Pace, PacedSave};
 use super::parent::Parent;
 use super::plan::SavePlan;
@@ -139,6 +139,20 @@ impl SavePipeline {
             Policy::OneShot | Policy::Adaptive => parent.is_none(),
             Policy::Intermittent { every } => parent.is_none() && every > 1,
         }
+    }
+
+    /// Rows of a state that is saved against this parent, if the state becomes the base of the next delta. Rows have hashes
+    /// if no base is kept to compare them with.
+    pub(super) fn next_rows(&self, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Option<NextRows>> {
+        if !self.becomes_base(parent) {
+            return Ok(None);
+        }
+        let is_lossless = |tensor: &LayoutTensor<'_>| {
+            let description = &tensor.description;
+            self.options.precision.of(&description.role, &description.name).setting == Setting::Lossless
+        };
+        let has_no_base = self.options.base_cache == BaseKeeping::None;
+        NextRows::of(layout, |tensor| has_no_base && is_lossless(tensor)).map(Some)
     }
 
     /// Encodes and uploads all casks of a state: as a delta against `parent`, or as a base.

@@ -7,6 +7,7 @@
 
 use super::WriterOptions;
 use super::base_cache::NextBase;
+use super::changed_rows::NextRows;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
@@ -40,8 +41,16 @@ pub struct RankWriter {
 pub(super) struct RankPart {
     pub pipeline: SavePipeline,
     pub rank: Rank,
-    /// Casks of the last save, and the base that they become once a snapshot with them is committed.
-    pending: Option<(Vec<CaskRef>, NextBase)>,
+    pending: Option<Pending>,
+}
+
+/// Casks of the last save, and the base that they become once a snapshot with them is committed.
+#[derive(Debug)]
+struct Pending {
+    casks: Vec<CaskRef>,
+    /// The state, if it is kept.
+    base: Option<NextBase>,
+    rows: NextRows,
 }
 
 /// Treatment of a parent that cannot be read.
@@ -129,6 +138,7 @@ impl RankPart {
     /// Forgets the base that is kept. The next save is a base, or reads its parent from the store.
     pub(super) fn forget_base(&mut self) {
         self.pipeline.base.clear();
+        self.pipeline.changed_rows.clear();
         self.pending = None;
     }
 
@@ -147,6 +157,7 @@ impl RankPart {
         let Rank { rank, world, attempt } = self.rank;
         let layout = StateLayout::of_rank(tensors, blobs, store.limits(), Some(rank))?;
         self.promote_pending(parent);
+        self.pipeline.changed_rows.add(&layout);
         let mut uploaded = loop {
             match self.pipeline.write_casks(step, &layout, parent).await {
                 Ok(uploaded) => break uploaded,
@@ -183,22 +194,27 @@ impl RankPart {
                 shards: shards.collect(),
             }
         });
+        let next_rows = self.pipeline.next_rows(&layout, parent)?;
         let parent = parent.map(Parent::reference);
         let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
         receipt.finite = uploaded.finite;
         let whole = |ms: Option<f64>| ms.map(whole_microseconds);
         (receipt.encode_us, receipt.upload_us) = (whole(uploaded.times.encode_ms), whole(uploaded.times.upload_ms));
-        self.pending = uploaded.next_base.map(|next| (receipt.casks.clone(), next));
+        self.pending = next_rows.map(|rows| Pending { casks: receipt.casks.clone(), base: uploaded.next_base, rows });
         Ok(receipt)
     }
 
     /// Keeps the state of the last save as the base if the parent holds one of its casks; drops it otherwise.
     fn promote_pending(&mut self, parent: Option<&Parent>) {
-        let Some((casks, next)) = self.pending.take() else { return };
+        let Some(Pending { casks, base, rows }) = self.pending.take() else { return };
         match parent {
             // A snapshot leaves out casks that hold only replicas of what other ranks have.
             Some(parent) if casks.iter().any(|cask| parent.snapshot.manifest().casks.contains(cask)) => {
-                self.pipeline.base.promote(parent.snapshot.record().id, next);
+                let snapshot = parent.snapshot.record().id;
+                if let Some(base) = base {
+                    self.pipeline.base.promote(snapshot, base);
+                }
+                self.pipeline.changed_rows.restart(snapshot, rows);
             }
             _ => {}
         }

@@ -139,8 +139,8 @@ impl Writer {
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }
-            if self.pipeline.becomes_base(parent) {
-                self.pipeline.changed_rows.restart(saved.id, layout);
+            if let Some(next_rows) = self.pipeline.next_rows(layout, parent)? {
+                self.pipeline.changed_rows.restart(saved.id, next_rows);
             }
         }
         Ok(committed)

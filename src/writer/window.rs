@@ -54,7 +54,7 @@ pub(super) async fn encode_window<'a>(
     let encode = |range: &Range<usize>, bases: &[Option<BaseChunk<'_>>]| {
         let changed_rows: Vec<Option<Vec<u64>>> = range
             .clone()
-            .map(|index| if bases[index].is_none() { input.changed_rows(chunks.refs[index]) } else { Ok(None) })
+            .map(|index| if bases[index].is_none() { input.checkable_rows(chunks.refs[index]) } else { Ok(None) })
             .collect::<Result<_>>()?;
         let mut unit = Vec::with_capacity(range.len());
         for (index, changed_rows) in range.clone().zip(&changed_rows) {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
+use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, Rank, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
 const ROWS: u64 = 9000;
 const WIDTH: u64 = 48;
@@ -33,8 +33,12 @@ impl Embedding {
     }
 
     fn view(&self) -> TensorView<'_> {
-        TensorView::new("wte.weight", Dtype::F16, &[ROWS, WIDTH], &self.bytes).unwrap()
+        view_of(&self.bytes, WIDTH)
     }
+}
+
+fn view_of(bytes: &[u8], width: u64) -> TensorView<'_> {
+    TensorView::new("wte.weight", Dtype::F16, &[ROWS, width], bytes).unwrap()
 }
 
 async fn writer(folder: &Path, policy: Policy, base_cache: BaseKeeping) -> (Store, Writer) {
@@ -72,7 +76,7 @@ async fn named_rows_need_no_base() {
     let folder = tempfile::tempdir().unwrap();
     let (store, mut writer) = writer(folder.path(), Policy::OneShot, BaseKeeping::None).await;
     let mut state = Embedding::new();
-    save(&mut writer, 1, state.view()).await.unwrap();
+    save(&mut writer, 1, state.view().with_row_hashes()).await.unwrap();
     // One-shot deltas refer to the first step, so rows that changed in earlier steps count, too.
     let mut states = Vec::new();
     for (step, rows) in [(2, vec![3, 700, 5432, 5433]), (3, vec![8999]), (4, vec![])] {
@@ -98,7 +102,7 @@ async fn with_every_chunk_named_no_page_is_read() {
     let folder = tempfile::tempdir().unwrap();
     let (store, mut writer) = writer(folder.path(), Policy::Consecutive, BaseKeeping::None).await;
     let mut state = Embedding::new();
-    save(&mut writer, 1, state.view()).await.unwrap();
+    save(&mut writer, 1, state.view().with_row_hashes()).await.unwrap();
     let rows: Vec<u64> = (0..ROWS).step_by(100).collect();
     state.change(&rows);
     let before = store.io().bytes_read;
@@ -123,6 +127,64 @@ async fn a_row_that_is_left_out_fails_the_save() {
         // The writer continues, and the rows of the failed save still count.
         save(&mut writer, 3, state.view().with_changed_rows(&[6000]).unwrap()).await.unwrap();
         check(&store, 3, &state).await;
+    }
+}
+
+#[tokio::test]
+async fn a_row_beside_a_named_one_is_not_left_out_unseen() {
+    let cases = [
+        (BaseKeeping::None, WIDTH, true),
+        (BaseKeeping::None, WIDTH, false),
+        (BaseKeeping::None, 8, true),
+        (BaseKeeping::Memory, WIDTH, true),
+    ];
+    for (base_cache, width, has_row_hashes) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, mut writer) = writer(folder.path(), Policy::Consecutive, base_cache.clone()).await;
+        let mut bytes: Vec<u8> = (0..ROWS * width * 2).map(|at| (at * at % 251) as u8).collect();
+        let row_bytes = width as usize * 2;
+        let first = view_of(&bytes, width);
+        save(&mut writer, 1, if has_row_hashes { first.with_row_hashes() } else { first }).await.unwrap();
+        bytes[10 * row_bytes] ^= 1;
+        bytes[11 * row_bytes] ^= 1;
+        let error = save(&mut writer, 2, view_of(&bytes, width).with_changed_rows(&[10]).unwrap()).await.unwrap_err();
+        assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains("row 11"), "{base_cache:?} {width}: {error}");
+        save(&mut writer, 3, view_of(&bytes, width).with_changed_rows(&[11]).unwrap()).await.unwrap();
+        assert!(store.snapshot(3).await.unwrap().read("wte.weight", &Slice::all()).await.unwrap().data == bytes);
+    }
+}
+
+/// Rows of a rank count since its last upload, and since the base, whether the uploads between were committed or not.
+#[tokio::test]
+async fn ranks_name_rows() {
+    for policy in [Policy::OneShot, Policy::Consecutive, Policy::Intermittent { every: 3 }] {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().to_str().unwrap()).unwrap();
+        let options = WriterOptions { policy, base_cache: BaseKeeping::None, ..WriterOptions::default() };
+        let mut coordinator = store.writer_with(options.clone()).await.unwrap();
+        let mut rank = store.rank_writer(Rank { rank: 0, world: 1, attempt: 0 }, options).await.unwrap();
+        let mut state = Embedding::new();
+        for step in 1..=8 {
+            let rows: Vec<u64> = (0..ROWS).filter(|row| row % 97 == step).collect();
+            state.change(&rows);
+            let parent = coordinator.next_parent(step).await.unwrap();
+            let before = store.io().bytes_read;
+            let receipt = rank.save_on(step, parent, &[state.view().with_changed_rows(&rows).unwrap()], &[]).await.unwrap();
+            // Every chunk has a named row, and none is read.
+            let read = store.io().bytes_read - before;
+            assert!(read < state.bytes.len() as u64 / 20, "{policy:?} {step}: {read} bytes read");
+            if step == 4 || step == 5 {
+                // Never committed.
+                continue;
+            }
+            let saved = coordinator.commit_receipts(step, &[receipt], &Metadata::default()).await.unwrap();
+            assert!(saved.parent.is_none() || saved.stored_bytes < saved.tensor_bytes / 4, "{policy:?} {step}: {saved:?}");
+            check(&store, step, &state).await;
+        }
+        state.change(&[20, 21]);
+        let parent = coordinator.next_parent(9).await.unwrap();
+        let left_out = rank.save_on(9, parent, &[state.view().with_changed_rows(&[20]).unwrap()], &[]).await;
+        assert!(left_out.map_or_else(|error| error.kind() == ErrorKind::InvalidArgument, |_| parent.is_none()));
     }
 }
 
