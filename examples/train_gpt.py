@@ -164,6 +164,7 @@ def main():
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next [%(default)s]")
     parser.add_argument("--kill-at", type=int, help="kill this process by SIGKILL after that step, whatever it is doing")
     parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--precision", default="lossless", help="words of a precision, such as 'auto exp_avg=lossless' [%(default)s]")
     parser.add_argument("--losses", type=Path, help="file that gets step and loss of every step")
     add_sizes(parser)
     arguments = parser.parse_args()
@@ -183,7 +184,7 @@ def main():
     if arguments.losses and arguments.losses.exists():
         losses = {step: loss for step, loss in json.loads(arguments.losses.read_text()).items() if int(step) <= training.step}
 
-    writer = store.writer(policy=arguments.policy, user=lambda step: {"loss": losses[str(step)]})
+    writer = store.writer(policy=arguments.policy, precision=arguments.precision.split(), user=lambda step: {"loss": losses[str(step)]})
     saving = None
 
     def finish():
@@ -195,9 +196,10 @@ def main():
                 print(f"  a save failed: {error}", flush=True)
                 return
             saved = writer.saved
+            chosen = f", precision {saved.precision} ({saved.precision_reason})" if saved.precision else ""
             print(
                 f"  step {saved.step}: saved a {saved.kind}, {saved.stored_bytes:,} of {saved.tensor_bytes:,} bytes, "
-                f"ratio {saved.ratio:.2f}, training stalled {stall * 1000:.0f} ms"
+                f"ratio {saved.ratio:.2f}, training stalled {stall * 1000:.0f} ms{chosen}"
             )
 
     stall = 0.0

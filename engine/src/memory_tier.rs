@@ -11,7 +11,7 @@ use std::time::Duration;
 use tensorcask::maintain::{self, GcOptions};
 use tensorcask::wire::Id;
 use tensorcask::{
-    AheadUploads, Blob, Error, ErrorKind, Metadata, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord,
+    AheadUploads, Blob, Error, ErrorKind, Latest, Metadata, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord,
     SnapshotStatus, Store, TensorView, Writer, WriterOptions,
 };
 
@@ -94,7 +94,11 @@ impl MemoryTier {
         }
         let is_empty = store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
         let has_new_run_id = existing.is_none() && is_empty;
-        Ok(Self { has_new_run_id, ..Self::open_writers(folder, epoch, store, options, world).await? })
+        let mut opened = Self::open_writers(folder, epoch, store, options, world).await?;
+        if let Some((tier, _)) = existing.filter(|_| is_empty) {
+            opened.go_on_from(tier).await;
+        }
+        Ok(Self { has_new_run_id, ..opened })
     }
 
     async fn open_writers(folder: &RunFolder, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
@@ -108,6 +112,19 @@ impl MemoryTier {
             }
         }
         Ok(Self { folder: folder.clone(), epoch, store, writer, ranks, options, has_new_run_id: false })
+    }
+
+    /// Takes over the newest decision of the precision `auto` in another store. Without an answer, the next saves are lossless
+    /// until the training has been measured again.
+    async fn go_on_from(&mut self, store: &Store) {
+        if !self.options.precision.is_auto() {
+            return;
+        }
+        match store.snapshot(Latest).await {
+            Ok(newest) => self.writer.hand_over_precision(newest.inspect().precision().map(|decision| (newest.step(), decision))),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(%error, store = store.url(), "the last choice of the precision `auto` cannot be read"),
+        }
     }
 
     /// Whether a tier that did not exist at opening now has another run id, and nothing has been saved yet. The caller
@@ -266,7 +283,9 @@ impl MemoryTier {
         let store = open_epoch(&self.folder, epoch)?;
         maintain::create_for_run_of(&self.store, &store).await?;
         let world = self.ranks.len() as u32;
-        *self = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world).await?;
+        let mut next = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world).await?;
+        next.go_on_from(&self.store).await;
+        *self = next;
         Ok(())
     }
 }
@@ -333,7 +352,8 @@ const MAX_CHAIN: usize = 16;
 mod tests {
     use std::collections::BTreeSet;
 
-    use tensorcask::{Dtype, Metadata, TensorView, WriterOptions};
+    use tensorcask::precision::Profile;
+    use tensorcask::{Dtype, Metadata, Precision, TensorView, WriterOptions};
 
     use super::{MemoryTier, UploadState, Uploads};
     use crate::folders::{EngineFolder, RunFolder};
@@ -373,6 +393,29 @@ mod tests {
             assert!(tier.make_room(1, u64::MAX, &uploaded, Uploads::Working).await.unwrap());
             assert_eq!(folder.epochs().unwrap(), [1]);
         }
+    }
+
+    #[tokio::test]
+    async fn the_precision_auto_goes_on_in_a_new_epoch() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
+        folder.create().unwrap();
+        let options = WriterOptions { precision: Precision::auto(), ..WriterOptions::default() };
+        let mut tier = MemoryTier::open(&folder, &[], options, 1).await.unwrap();
+        let mut profiles = Vec::new();
+        for step in 1u16..=9 {
+            if step == 8 {
+                tier.begin_epoch().await.unwrap();
+            }
+            let sign = |at: u16| if at.count_ones() % 2 == 0 { 1e-3 } else { -1e-3 };
+            let weights = (0..4096u16).map(|at| f32::from(at).sin() + sign(at) * f32::from(step));
+            let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
+            let state = [TensorView::new("optim.master.w", Dtype::F32, &[64, 64], &bytes).unwrap()];
+            let saved = tier.save(step.into(), &state, &[], &Metadata::default()).await.unwrap();
+            profiles.push(saved.precision.unwrap().profile);
+        }
+        use Profile::{Compact, Lossless, Near};
+        assert_eq!(profiles, [Lossless, Lossless, Lossless, Near, Near, Near, Compact, Compact, Compact]);
     }
 
     #[tokio::test]
