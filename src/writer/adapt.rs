@@ -28,28 +28,21 @@ const MOST_EARLIER: usize = 8;
 
 impl SavePipeline {
     /// Sets the precision of the next save: the one of the options, or with `auto` what the state and the decision of an
-    /// earlier snapshot demand. Returns the decision; `None` without `auto`. `handed_over`: step and decision of an earlier
-    /// store, for a log that has none.
+    /// earlier snapshot demand. Returns the decision; `None` without `auto`.
     #[boxed]
-    pub(super) async fn adapt(
-        &mut self,
-        log: &mut Log,
-        handed_over: Option<&(u64, PrecisionDecision)>,
-        step: u64,
-        layout: &StateLayout<'_>,
-    ) -> Result<Option<PrecisionDecision>> {
+    pub(super) async fn adapt(&mut self, log: &mut Log, step: u64, layout: &StateLayout<'_>) -> Result<Option<PrecisionDecision>> {
         if !self.options.precision.is_auto() {
             return Ok(None);
         }
         let earlier = match earlier_decision(log, step).await? {
-            None => handed_over.filter(|(earlier, _)| *earlier < step).cloned(),
+            None => self.options.earlier_precision.clone().filter(|(earlier, _)| *earlier < step),
             found => found,
         };
         let profiles = [Profile::Near, Profile::Compact].map(|profile| self.options.precision.with_profile(profile));
         let sample = sample_of(&self.input(step, layout, None), &profiles)?;
         let decision = PrecisionDecision::decide(earlier.as_ref().map(|(step, decision)| (*step, decision)), step, sample.as_ref());
         tracing::info!(step, "precision auto: {decision}");
-        self.precision = self.options.precision.with_profile(decision.profile);
+        self.set_precision(self.options.precision.with_profile(decision.profile));
         Ok(Some(decision))
     }
 }

@@ -68,7 +68,6 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         stopped: Stopped(None),
         marks: FiniteMarks::default(),
         leader,
-        handed_over: None,
     })
 }
 

@@ -106,6 +106,9 @@ pub struct WriterOptions {
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded. [`Precision::auto`]
     /// is for saves of whole states: a commit of receipts takes the decision from the receipt of the only rank.
     pub precision: Precision,
+    /// Step and decision of the newest snapshot with [`Precision::auto`] in another store of the same training. A save decides
+    /// by it while this store has no snapshot with a decision. For programs that begin a new store.
+    pub earlier_precision: Option<(u64, PrecisionDecision)>,
     /// Whether each chunk is decoded again before it is uploaded.
     pub verify_after_encode: bool,
     /// Whether the snapshot gets statistics of each chunk, which
@@ -143,6 +146,7 @@ impl Default for WriterOptions {
             base_cache: BaseKeeping::default(),
             objective: ObjectiveSetting::default(),
             precision: Precision::default(),
+            earlier_precision: None,
             verify_after_encode: true,
             statistics: false,
             check: FiniteCheck::Off,
@@ -267,8 +271,6 @@ pub struct Writer {
     marks: FiniteMarks,
     /// The session that this writer commits for, as leader of many hosts.
     leader: Option<Leader>,
-    /// Step and decision of the precision `auto` in an earlier store.
-    handed_over: Option<(u64, PrecisionDecision)>,
 }
 
 /// Message of the commit with unknown outcome that stopped a writer, if any.
@@ -320,12 +322,6 @@ impl Writer {
         if let Some(previous) = &mut self.previous {
             previous.stall_ms = Some(milliseconds(stall));
         }
-    }
-
-    /// Hands over the newest decision of the precision `auto` in another store of the same training, with its step. The next
-    /// save decides by it if this store has no snapshot with a decision.
-    pub fn hand_over_precision(&mut self, earlier: Option<(u64, PrecisionDecision)>) {
-        self.handed_over = earlier;
     }
 
     /// Sets how the next saves treat a step that exists.

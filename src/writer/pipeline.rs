@@ -49,7 +49,7 @@ pub(super) struct SavePipeline {
     pub store: Store,
     pub options: WriterOptions,
     /// Precision of the save under way: that of the options, or the one that `auto` chose.
-    pub precision: Precision,
+    precision: Precision,
     /// The state that the next delta is made against.
     pub base: BaseCache,
     /// Rows that changed since that state, as far as callers named them.
@@ -128,6 +128,14 @@ impl SavePipeline {
     pub(super) fn input<'a>(&'a self, step: u64, layout: &'a StateLayout<'a>, parent: Option<&'a Parent>) -> SaveInput<'a> {
         let Self { store, options, precision, changed_rows, .. } = self;
         SaveInput { store, options, precision, changed_rows, step, layout, parent }
+    }
+
+    /// Sets the precision of the next saves. Codecs that were chosen for numbers of another precision are forgotten.
+    pub(super) fn set_precision(&mut self, precision: Precision) {
+        if self.precision != precision {
+            self.choices.clear();
+            self.precision = precision;
+        }
     }
 
     /// Whether the pipeline keeps a state that is saved against this parent, as the base of the next delta.

@@ -98,7 +98,7 @@ impl RankWriter {
         let adapted = match part.pipeline.options.precision.is_auto() {
             true => {
                 let layout = StateLayout::of_rank(tensors, blobs, part.pipeline.store.limits(), Some(part.rank.rank))?;
-                part.pipeline.adapt(log, None, step, &layout).await?
+                part.pipeline.adapt(log, step, &layout).await?
             }
             false => None,
         };

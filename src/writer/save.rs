@@ -57,7 +57,7 @@ impl Writer {
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
-            let adapted = self.pipeline.adapt(&mut self.log, self.handed_over.as_ref(), request.step, request.layout).await?;
+            let adapted = self.pipeline.adapt(&mut self.log, request.step, request.layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
             let error = match self.attempt(request, parent.as_ref(), decision, adapted).await {
                 Ok(Commit::Done(saved)) => return Ok(*saved),

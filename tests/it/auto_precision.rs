@@ -97,6 +97,8 @@ async fn decisions_follow_the_training_and_are_those_of_a_new_process() {
         let saved = save(&mut kept, step * 10, &training).await;
         let again = save(&mut writer(&other, auto()).await, step * 10, &training).await;
         assert_eq!(saved.precision, again.precision, "step {step}: a new writer decides as the old one");
+        let (ours, fresh) = (saved.stored_bytes, again.stored_bytes);
+        assert!(ours * 20 <= fresh * 21, "step {step}: {ours} bytes, {fresh} without codecs that were chosen for another profile");
         let snapshot = other.snapshot(Latest).await.unwrap();
         assert_eq!(PrecisionDecision::of(snapshot.user()), saved.precision, "the manifest records the decision");
         check_bounds(&snapshot, &training, saved.precision.as_ref().unwrap()).await;
@@ -291,8 +293,7 @@ async fn another_store_goes_on_with_a_decision_that_is_handed_over() {
     let (mut training, step) = stable(&before, &auto()).await;
     let earlier = PrecisionDecision::of(before.snapshot(step - 1).await.unwrap().user()).map(|decision| (step - 1, decision));
     training.walk(1e-3);
-    let mut next = writer(&after, auto()).await;
-    next.hand_over_precision(earlier);
+    let mut next = writer(&after, WriterOptions { earlier_precision: earlier, ..auto() }).await;
     assert_eq!(decision(&save(&mut next, step, &training).await), (Profile::Compact, PrecisionReason::Stable));
     assert_eq!(decision(&save(&mut writer(&memory(), auto()).await, step, &training).await), (Profile::Lossless, PrecisionReason::First));
 }

@@ -199,7 +199,7 @@ fn the_precision_auto_goes_on_after_the_agent_and_memory_are_lost() {
             }
             engine = Engine::start(options.clone()).unwrap();
         }
-        let sign = |at: u16| if at.count_ones() % 2 == 0 { 1e-3 } else { -1e-3 };
+        let sign = |at: u16| if at.count_ones().is_multiple_of(2) { 1e-3 } else { -1e-3 };
         let weights = (0..4096u16).map(|at| f32::from(at).sin() + sign(at) * f32::from(step));
         let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
         let tensors = [TensorView::new("optim.master.w", Dtype::F32, &[64, 64], &bytes).unwrap()];
