@@ -73,6 +73,16 @@ class Training:
         self.data = torch.Generator().manual_seed(arguments.seed)
         self.step = 0
 
+    def learning_rate(self):
+        arguments, share = self.arguments, 1.0
+        if arguments.warmup:
+            share = min(share, (self.step + 1) / arguments.warmup)
+        # Other programs that train have no end.
+        cooldown = getattr(arguments, "cooldown", 0)
+        if cooldown:
+            share = min(share, max(0, arguments.steps - self.step) / cooldown)
+        return arguments.lr * share
+
     def logits(self, tokens):
         if self.arguments.compute == "bf16":
             return self.model(tokens)
@@ -82,8 +92,7 @@ class Training:
 
     def gradients(self):
         """Runs forward and backward, and returns the loss. Changes only the position in the data."""
-        if self.arguments.warmup:
-            self.optimizer.param_groups[0]["lr"] = self.arguments.lr * min(1.0, (self.step + 1) / self.arguments.warmup)
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate()
         length, batch = self.arguments.length, self.arguments.batch
         starts = torch.randint(len(self.text) - length - 1, (batch,), generator=self.data)
         rows = torch.stack([self.text[start : start + length + 1] for start in starts]).to(self.arguments.device).long()
@@ -162,8 +171,10 @@ def main():
     parser.add_argument("--text", help="file to train on [Linux documentation, else this project's specification]")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next [%(default)s]")
+    parser.add_argument("--cooldown", type=int, default=0, help="steps before the end over which the learning rate falls to 0 [%(default)s]")
     parser.add_argument("--kill-at", type=int, help="kill this process by SIGKILL after that step, whatever it is doing")
     parser.add_argument("--policy", default="adaptive")
+    parser.add_argument("--precision", default="lossless", help="words of a precision, such as 'auto exp_avg=lossless' [%(default)s]")
     parser.add_argument("--losses", type=Path, help="file that gets step and loss of every step")
     add_sizes(parser)
     arguments = parser.parse_args()
@@ -183,7 +194,7 @@ def main():
     if arguments.losses and arguments.losses.exists():
         losses = {step: loss for step, loss in json.loads(arguments.losses.read_text()).items() if int(step) <= training.step}
 
-    writer = store.writer(policy=arguments.policy, user=lambda step: {"loss": losses[str(step)]})
+    writer = store.writer(policy=arguments.policy, precision=arguments.precision.split(), user=lambda step: {"loss": losses[str(step)]})
     saving = None
 
     def finish():
@@ -195,9 +206,10 @@ def main():
                 print(f"  a save failed: {error}", flush=True)
                 return
             saved = writer.saved
+            chosen = f", precision {saved.precision} ({saved.precision_reason})" if saved.precision else ""
             print(
                 f"  step {saved.step}: saved a {saved.kind}, {saved.stored_bytes:,} of {saved.tensor_bytes:,} bytes, "
-                f"ratio {saved.ratio:.2f}, training stalled {stall * 1000:.0f} ms"
+                f"ratio {saved.ratio:.2f}, training stalled {stall * 1000:.0f} ms{chosen}"
             )
 
     stall = 0.0

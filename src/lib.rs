@@ -123,7 +123,7 @@ pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
-pub use precision::{Precision, RoundingReport, TensorRounding};
+pub use precision::{Precision, PrecisionDecision, RoundingReport, TensorRounding};
 pub use reader::{
     Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
     SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,

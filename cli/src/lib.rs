@@ -15,6 +15,7 @@ mod hex;
 mod output;
 mod pair;
 mod parse;
+mod precision;
 mod progress;
 #[cfg(feature = "report")]
 mod report;

@@ -11,8 +11,8 @@ use std::time::Duration;
 use tensorcask::maintain::{self, GcOptions};
 use tensorcask::wire::Id;
 use tensorcask::{
-    AheadUploads, Blob, Error, ErrorKind, Metadata, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord,
-    SnapshotStatus, Store, TensorView, Writer, WriterOptions,
+    AheadUploads, Blob, Error, ErrorKind, Latest, Metadata, PrecisionDecision, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot,
+    SnapshotRecord, SnapshotStatus, Store, TensorView, Writer, WriterOptions,
 };
 
 use crate::files::remove_folder;
@@ -94,11 +94,23 @@ impl MemoryTier {
         }
         let is_empty = store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
         let has_new_run_id = existing.is_none() && is_empty;
-        Ok(Self { has_new_run_id, ..Self::open_writers(folder, epoch, store, options, world).await? })
+        let earlier = match existing.filter(|_| is_empty) {
+            Some((tier, _)) => earlier_precision(&options, tier).await,
+            None => None,
+        };
+        let opened = Self::open_writers(folder, epoch, store, options, world, earlier).await?;
+        Ok(Self { has_new_run_id, ..opened })
     }
 
-    async fn open_writers(folder: &RunFolder, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
-        let mut writer = store.writer_with(options.clone()).await?;
+    async fn open_writers(
+        folder: &RunFolder,
+        epoch: u64,
+        store: Store,
+        options: WriterOptions,
+        world: u32,
+        earlier_precision: Option<(u64, PrecisionDecision)>,
+    ) -> Result<Self> {
+        let mut writer = store.writer_with(WriterOptions { earlier_precision, ..options.clone() }).await?;
         // A save into memory is not the whole save.
         writer.set_previous_save(None);
         let mut ranks = Vec::new();
@@ -266,8 +278,26 @@ impl MemoryTier {
         let store = open_epoch(&self.folder, epoch)?;
         maintain::create_for_run_of(&self.store, &store).await?;
         let world = self.ranks.len() as u32;
-        *self = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world).await?;
+        let earlier = earlier_precision(&self.options, &self.store).await;
+        *self = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world, earlier).await?;
         Ok(())
+    }
+}
+
+/// Step and newest decision of the precision `auto` in another store. Without an answer, the next saves are lossless until
+/// the training has been measured again.
+async fn earlier_precision(options: &WriterOptions, store: &Store) -> Option<(u64, PrecisionDecision)> {
+    if !options.precision.is_auto() {
+        return None;
+    }
+    match store.snapshot(Latest).await {
+        Ok(newest) => newest.inspect().precision().map(|decision| (newest.step(), decision)),
+        Err(error) => {
+            if error.kind() != ErrorKind::NotFound {
+                tracing::warn!(%error, store = store.url(), "the last choice of the precision `auto` cannot be read");
+            }
+            None
+        }
     }
 }
 
@@ -333,7 +363,8 @@ const MAX_CHAIN: usize = 16;
 mod tests {
     use std::collections::BTreeSet;
 
-    use tensorcask::{Dtype, Metadata, TensorView, WriterOptions};
+    use tensorcask::precision::Profile;
+    use tensorcask::{Dtype, Metadata, Precision, TensorView, WriterOptions};
 
     use super::{MemoryTier, UploadState, Uploads};
     use crate::folders::{EngineFolder, RunFolder};
@@ -373,6 +404,29 @@ mod tests {
             assert!(tier.make_room(1, u64::MAX, &uploaded, Uploads::Working).await.unwrap());
             assert_eq!(folder.epochs().unwrap(), [1]);
         }
+    }
+
+    #[tokio::test]
+    async fn the_precision_auto_goes_on_in_a_new_epoch() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
+        folder.create().unwrap();
+        let options = WriterOptions { precision: Precision::auto(), ..WriterOptions::default() };
+        let mut tier = MemoryTier::open(&folder, &[], options, 1).await.unwrap();
+        let mut profiles = Vec::new();
+        for step in 1u16..=9 {
+            if step == 8 {
+                tier.begin_epoch().await.unwrap();
+            }
+            let sign = |at: u16| if at.count_ones().is_multiple_of(2) { 1e-3 } else { -1e-3 };
+            let weights = (0..4096u16).map(|at| f32::from(at).sin() + sign(at) * f32::from(step));
+            let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
+            let state = [TensorView::new("optim.master.w", Dtype::F32, &[64, 64], &bytes).unwrap()];
+            let saved = tier.save(step.into(), &state, &[], &Metadata::default()).await.unwrap();
+            profiles.push(saved.precision.unwrap().profile);
+        }
+        use Profile::{Compact, Lossless, Near};
+        assert_eq!(profiles, [Lossless, Lossless, Lossless, Near, Near, Near, Compact, Compact, Compact]);
     }
 
     #[tokio::test]

@@ -98,7 +98,8 @@ pub struct EngineOptions {
     pub policy: Policy,
     /// Objective of the choice between codecs. `Auto` makes a snapshot soonest complete in memory, not in the store.
     pub objective: ObjectiveSetting,
-    /// Tensors to round before encoding, and their precision. Raw states in the arena are exact.
+    /// Tensors to round before encoding, and their precision. Raw states in the arena are exact. Several ranks cannot use
+    /// [`Precision::auto`].
     pub precision: Precision,
     /// Whether snapshots get statistics of each chunk, as with
     /// [`WriterOptions::statistics`](tensorcask::WriterOptions::statistics).
@@ -180,6 +181,10 @@ impl EngineOptions {
         }
         if self.encode == Encode::Inline && self.world > 1 {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));
+        }
+        if self.precision.is_auto() && self.world > 1 {
+            let message = "the precision `auto` measures the whole state; with several ranks, use lossless, near or compact";
+            return Err(Error::unsupported(message));
         }
         if self.hosts.is_some() && (self.encode == Encode::Inline || !self.next_tiers.is_empty()) {
             return Err(Error::unsupported("a run on many hosts supports neither further tiers nor inline encoding"));

@@ -54,6 +54,10 @@ pub(crate) struct Saved {
     rounding: Option<RoundingReport>,
     /// Why the snapshot became a base or a delta, such as `small_delta`.
     reason: &'static str,
+    /// Profile that the precision `auto` chose; None for other precisions.
+    precision: Option<&'static str>,
+    /// Why, such as `rising`; None for other precisions.
+    precision_reason: Option<&'static str>,
     /// Measurements and choices of the objective `auto`, as a line; None for other objectives.
     objective: Option<String>,
     /// Whether all parameters and moments are finite; None without a check.
@@ -229,6 +233,8 @@ impl Saved {
             chunks: saved.chunks,
             rounding: saved.rounding.as_ref().map(RoundingReport::of),
             reason: saved.decision.reason.name(),
+            precision: saved.precision.as_ref().map(|decision| decision.profile.name()),
+            precision_reason: saved.precision.as_ref().map(|decision| decision.reason.name()),
             objective: saved.objective.map(|report| report.to_string()),
             finite: saved.finite,
             unchanged: saved.unchanged.into_iter().map(|found| (found.tensor, found.since_step)).collect(),

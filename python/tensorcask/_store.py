@@ -155,7 +155,9 @@ class Store(Upkeep):
                 second show the bar by default; False leaves it out.
 
         ``precision`` is one word or a list: a profile, followed by rules. Profiles are ``lossless``, ``near`` (masters
-        to 8 bits beyond their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). A rule is
+        to 8 bits beyond their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). ``auto`` chooses one of
+        them for each save, by measured errors and the stage of the training; ``saved.precision`` and
+        ``saved.precision_reason`` tell which and why. Several ranks cannot use it. A rule is
         ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a
         role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names. A setting is ``lossless``,
         ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``. A bound is the greatest

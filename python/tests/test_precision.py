@@ -122,6 +122,50 @@ def test_wrong_words_are_refused(memory, wrong):
         tensorcask.load(memory)
 
 
+def walk(state, distance, seed):
+    """Moves each weight by at most the distance."""
+    generator = torch.Generator().manual_seed(seed)
+    for masters in state["master"].values():
+        masters += (torch.rand(masters.shape, generator=generator) * 2 - 1) * distance
+    state["model"] = {name: masters.bfloat16() for name, masters in state["master"].items()}
+
+
+STABLE = ["lossless", "lossless", "lossless", "near", "near", "near", "compact", "compact"]
+
+
+def test_auto_follows_the_training_and_tells_why(url):
+    state = training_state()
+    saves = []
+    for step in range(1, 10):
+        walk(state, 1e-3 if step < 9 else 4e-3, seed=step)
+        # Each save reads the decision of the save before from the store.
+        saves.append(tensorcask.save(state, url, step=step, precision="auto"))
+    assert [saved.precision for saved in saves] == [*STABLE, "near"]
+    assert [saved.precision_reason for saved in saves] == ["first", *["waiting"] * 5, "stable", "stable", "rising"]
+    told = tensorcask.Store(url).snapshot(8).user["tc.precision"]
+    assert (told["profile"], told["reason"], told["measured"]["since_step"]) == ("compact", "stable", 7)
+    assert told["measured"]["compact"]["weights"] < 0.125 and told["measured"]["compact"]["update"] < 0.05
+    assert {errors.setting for errors in tensorcask.Store(url).snapshot(8).rounding()} == {"remainder:4", "loguniform:8"}
+    # Before a release.
+    release = tensorcask.save(state, url, step=10, precision="lossless")
+    assert release.precision is None and release.precision_reason is None and release.rounding is None
+    assert flat(tensorcask.load(url))["master"].equal(flat(state)["master"])
+
+
+def test_auto_is_used_by_dcp_in_one_process(url):
+    state = training_state()
+    store = tensorcask.Store(url)
+    writer = store.writer(precision="auto")
+    chosen = []
+    for step in range(1, 9):
+        walk(state, 1e-3, seed=step)
+        dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True).result()
+        chosen.append(writer.saved.precision)
+    assert chosen == STABLE
+    with pytest.raises(tensorcask.UnsupportedError, match="use lossless, near or compact"):
+        tensorcask.Engine(url, rank=0, world=2, precision="auto")
+
+
 def test_dcp_saves_rounded(url):
     state = training_state()
     store = tensorcask.Store(url)

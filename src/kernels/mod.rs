@@ -184,6 +184,7 @@ pub(crate) mod row_hash;
 pub(crate) mod runs;
 #[cfg(target_arch = "x86_64")]
 mod shuffles;
+pub(crate) mod sketch;
 #[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]
 pub(crate) mod split;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]

@@ -66,12 +66,26 @@ pub async fn consolidate(
         next.ok_or_else(|| Error::invalid("a chunk was not encoded"))
     })?;
     let decision = PolicyDecision { reason: DecisionReason::Policy, since_base: 0, estimate: None };
+    // The user metadata has that of the snapshot.
+    let precision = None;
     let tensor_bytes = directory.tensor_bytes();
     // Whether the state is finite is in the metadata of the snapshot.
     let (chunk_counts, rounding, finite) = (BTreeMap::new(), None, None);
     let times = SaveTimes::default();
-    let prepared =
-        Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, finite, decision, times, age };
+    let prepared = Prepared {
+        directory: bytes,
+        tensor_bytes,
+        casks,
+        content,
+        blobs: None,
+        chunk_counts,
+        rounding,
+        finite,
+        decision,
+        precision,
+        times,
+        age,
+    };
     let mut user = snapshot.user().clone();
     user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };

@@ -4,6 +4,7 @@
 //! is the state. Codecs restore it bit for bit, its checksums are stored, and deltas use it as base. Therefore errors
 //! never add up along a chain, and no later operation on a snapshot loses more.
 
+mod auto;
 mod quantize;
 mod report;
 mod search;
@@ -11,6 +12,8 @@ mod setting;
 
 use globset::{Glob, GlobMatcher};
 
+pub use auto::{MeasuredChange, PrecisionDecision, PrecisionReason, Profile, ProfileErrors};
+pub(crate) use auto::{SampledErrors, StateSample};
 pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
 pub use report::{ChunkRounding, RoundingReport, TensorRounding};
@@ -33,6 +36,8 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Precision {
+    /// Whether each save chooses a profile, which stands before the rules.
+    is_auto: bool,
     rules: Vec<Rule>,
 }
 
@@ -67,7 +72,7 @@ const MOMENTS: [&str; 4] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum
 impl Precision {
     /// Stores everything without loss.
     pub const fn lossless() -> Self {
-        Self { rules: vec![] }
+        Self { is_auto: false, rules: vec![] }
     }
 
     /// Rounds masters to 8 bits beyond their model weight (mean relative error about 6e-6), and moments to 1/16 of an
@@ -80,6 +85,28 @@ impl Precision {
     /// octave (error of at most 4.3 %).
     pub fn compact() -> Self {
         Self::profile(4, 8)
+    }
+
+    /// Chooses `lossless`, `near` or `compact` for each save, by the errors of rounding and the stage of the training, both
+    /// measured. For saves of whole states by one process: several ranks cannot use it.
+    pub const fn auto() -> Self {
+        Self { is_auto: true, rules: vec![] }
+    }
+
+    /// Returns whether each save chooses a profile.
+    pub const fn is_auto(&self) -> bool {
+        self.is_auto
+    }
+
+    /// The precision of a save that chose `profile`: its rules, followed by those of this precision.
+    pub(crate) fn with_profile(&self, profile: Profile) -> Self {
+        let mut chosen = match profile {
+            Profile::Lossless => Self::lossless(),
+            Profile::Near => Self::near(),
+            Profile::Compact => Self::compact(),
+        };
+        chosen.rules.extend(self.rules.iter().cloned());
+        chosen
     }
 
     fn profile(bits: u8, steps: u8) -> Self {
@@ -109,7 +136,7 @@ impl Precision {
         Ok(self)
     }
 
-    /// Parses profiles (`lossless`, `near`, `compact`) and rules (`PATTERN=SETTING`, `PATTERN=SETTING<=BOUND`), in
+    /// Parses profiles (`lossless`, `near`, `compact`, `auto`) and rules (`PATTERN=SETTING`, `PATTERN=SETTING<=BOUND`), in
     /// order. A profile replaces all earlier words.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut precision = Self::lossless();
@@ -118,10 +145,11 @@ impl Precision {
                 "lossless" => Self::lossless(),
                 "near" => Self::near(),
                 "compact" => Self::compact(),
+                "auto" => Self::auto(),
                 rule => {
                     let unknown = || {
                         Error::invalid(format!(
-                            "`{}` is not a precision; use lossless, near, compact, or PATTERN=SETTING with a role or a glob of names, and one of {}",
+                            "`{}` is not a precision; use lossless, near, compact, auto, or PATTERN=SETTING with a role or a glob of names, and one of {}",
                             rule.escape_debug(),
                             Setting::FORMS
                         ))
@@ -156,19 +184,19 @@ impl Precision {
             let bound = rule.bounded.bound.map_or(String::new(), |bound| format!("<={bound}"));
             format!("{}={}{bound}", rule.pattern, rule.bounded.setting)
         };
-        self.rules.iter().map(word).collect()
+        self.is_auto.then(|| "auto".to_owned()).into_iter().chain(self.rules.iter().map(word)).collect()
     }
 
-    /// Returns the setting and bound of a tensor.
+    /// Returns the setting and bound of a tensor. With `auto`, those of its own rules.
     pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
         let fits = |rule: &&Rule| rule.pattern == role || rule.glob.is_match(name);
         let found = self.rules.iter().rev().find(fits).map(|rule| rule.bounded);
         found.unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
     }
 
-    /// Returns whether no rule rounds.
+    /// Returns whether no rule rounds, and no save chooses one that does.
     pub fn is_lossless(&self) -> bool {
-        self.rules.iter().all(|rule| rule.bounded.setting == Setting::Lossless)
+        !self.is_auto && self.rules.iter().all(|rule| rule.bounded.setting == Setting::Lossless)
     }
 }
 

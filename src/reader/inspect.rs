@@ -9,6 +9,7 @@ use super::execute::chunk_count;
 use crate::chain::{Link, PolicyDecision, SaveTimes};
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
+use crate::precision::PrecisionDecision;
 use crate::wire::SnapshotKind;
 use crate::{Result, Slice};
 
@@ -66,6 +67,11 @@ impl Inspection<'_> {
     /// Returns why the adaptive policy chose a base or a delta. `None` if another policy saved the snapshot.
     pub fn decision(&self) -> Option<PolicyDecision> {
         serde_json::from_value(self.snapshot.user().get(PolicyDecision::KEY)?.clone()).ok()
+    }
+
+    /// Returns which profile the precision `auto` chose, and why. `None` if the snapshot was saved with another precision.
+    pub fn precision(&self) -> Option<PrecisionDecision> {
+        PrecisionDecision::of(self.snapshot.user())
     }
 
     /// Returns how long the save took, as far as the snapshot records it. Its `previous` is about an earlier save.

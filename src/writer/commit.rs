@@ -20,6 +20,7 @@ use crate::commit::{
     read_store_file,
 };
 use crate::error::ResultExt;
+use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
 use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Manifest, STORE_FILE, StoreFile};
@@ -246,6 +247,9 @@ impl Writer {
         manifest.user = metadata.user.clone();
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
+        if let Some(precision) = &prepared.precision {
+            manifest.user.insert(PrecisionDecision::KEY.to_owned(), precision.to_value()?);
+        }
         manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
         let times = SaveTimes { written_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
         let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
@@ -342,6 +346,7 @@ impl Writer {
             finite: prepared.finite,
             unchanged: vec![],
             decision: *decision,
+            precision: prepared.precision.clone(),
             objective: None,
         })))
     }
@@ -408,6 +413,8 @@ pub(crate) struct Prepared<'a> {
     /// Whether all parameters and moments are finite; `None` without a check.
     pub finite: Option<bool>,
     pub decision: PolicyDecision,
+    /// Decision of the precision `auto`.
+    pub precision: Option<PrecisionDecision>,
     /// Times of encoding and upload, if they were measured.
     pub times: SaveTimes,
     /// Age of the oldest cask.

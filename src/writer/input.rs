@@ -12,7 +12,7 @@ use super::parent::Parent;
 use crate::codec::Chunk;
 use crate::precision::BoundedSetting;
 use crate::tensor::ChunkGrid;
-use crate::{Error, Result, Store, TensorView};
+use crate::{Error, Precision, Result, Store, TensorView};
 
 /// A chunk of the state that is being saved.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +32,8 @@ pub(super) struct ChunkRef {
 pub(super) struct SaveInput<'a> {
     pub store: &'a Store,
     pub options: &'a WriterOptions,
+    /// Precision of this save.
+    pub precision: &'a Precision,
     pub changed_rows: &'a ChangedRows,
     /// Training step of the state.
     pub step: u64,
@@ -77,12 +79,16 @@ impl<'a> SaveInput<'a> {
 
     /// Setting and bound by which a tensor is rounded.
     pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> BoundedSetting {
-        self.options.precision.of(&tensor.description.role, &tensor.description.name)
+        self.precision.of(&tensor.description.role, &tensor.description.name)
     }
 
     /// Rows of a chunk that may differ from its base; `None` if the caller named none, or if the chunk has no base.
     pub(super) fn changed_rows(&self, at: ChunkRef) -> Result<Option<Vec<u64>>> {
         let (Some(_), Some(parent)) = (at.base, self.parent) else { return Ok(None) };
+        // The base may have been rounded by another profile. Then rows that did not change differ from the base.
+        if self.options.precision.is_auto() {
+            return Ok(None);
+        }
         // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then
         // differ from the base.
         if !self.precision(self.tensor(at)).setting.is_elementwise() {

@@ -17,6 +17,7 @@
 //! | `finite` | check for NaN and infinities |
 //! | `unchanged` | warning of parameters that stay the same |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
+//! | `adapt` | the precision `auto`: the sample that is measured, the earlier decision |
 //! | `pace`, `forecast` | the objective `auto`: measured rates; the choice for each window |
 //! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
@@ -25,6 +26,7 @@
 //! Invariants: nothing exists for readers before the log entry is created. A failed save leaves the store as it was.
 //! Maintenance uses `cask_writer`, `schedule`, `unit` and `commit`, never the other way round.
 
+mod adapt;
 mod base_cache;
 mod base_chunks;
 mod cask_writer;
@@ -78,6 +80,7 @@ pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_uni
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
+use crate::precision::PrecisionDecision;
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
 
@@ -100,8 +103,12 @@ pub struct WriterOptions {
     pub base_cache: BaseKeeping,
     /// Goal of the choice of codecs: weights of size and speed, or the least time until the save is durable.
     pub objective: ObjectiveSetting,
-    /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded.
+    /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded. [`Precision::auto`]
+    /// is for saves of whole states: a commit of receipts takes the decision from the receipt of the only rank.
     pub precision: Precision,
+    /// Step and decision of the newest snapshot with [`Precision::auto`] in another store of the same training. A save decides
+    /// by it while this store has no snapshot with a decision. For programs that begin a new store.
+    pub earlier_precision: Option<(u64, PrecisionDecision)>,
     /// Whether each chunk is decoded again before it is uploaded.
     pub verify_after_encode: bool,
     /// Whether the snapshot gets statistics of each chunk, which
@@ -139,6 +146,7 @@ impl Default for WriterOptions {
             base_cache: BaseKeeping::default(),
             objective: ObjectiveSetting::default(),
             precision: Precision::default(),
+            earlier_precision: None,
             verify_after_encode: true,
             statistics: false,
             check: FiniteCheck::Off,
@@ -210,6 +218,8 @@ pub struct SavedSnapshot {
     pub unchanged: Vec<UnchangedTensor>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
+    /// Profile that the precision `auto` chose, and why; `None` for other precisions.
+    pub precision: Option<PrecisionDecision>,
     /// Measurements and choices of the objective `auto`; `None` for other objectives.
     pub objective: Option<ObjectiveReport>,
 }

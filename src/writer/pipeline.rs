@@ -38,7 +38,7 @@ use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
 use crate::store::{PartBudget, Upload, Work, concurrently};
 use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, SnapshotKind, blob_slot};
-use crate::{AheadUploads, Error, Result, Store, boxed};
+use crate::{AheadUploads, Error, Precision, Result, Store, boxed};
 
 /// Maximum number of casks that are published at once.
 const MAX_CASKS_AT_ONCE: usize = 8;
@@ -48,6 +48,8 @@ const MAX_CASKS_AT_ONCE: usize = 8;
 pub(super) struct SavePipeline {
     pub store: Store,
     pub options: WriterOptions,
+    /// Precision of the save under way: that of the options, or the one that `auto` chose.
+    precision: Precision,
     /// The state that the next delta is made against.
     pub base: BaseCache,
     /// Rows that changed since that state, as far as callers named them.
@@ -118,12 +120,22 @@ impl UploadedCasks {
 impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
         let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
-        Self { store, options, base, changed_rows, choices: HashMap::new(), pace: Pace::default(), ahead: None }
+        let precision = options.precision.clone();
+        Self { store, options, precision, base, changed_rows, choices: HashMap::new(), pace: Pace::default(), ahead: None }
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
     pub(super) fn input<'a>(&'a self, step: u64, layout: &'a StateLayout<'a>, parent: Option<&'a Parent>) -> SaveInput<'a> {
-        SaveInput { store: &self.store, options: &self.options, changed_rows: &self.changed_rows, step, layout, parent }
+        let Self { store, options, precision, changed_rows, .. } = self;
+        SaveInput { store, options, precision, changed_rows, step, layout, parent }
+    }
+
+    /// Sets the precision of the next saves. Codecs that were chosen for numbers of another precision are forgotten.
+    pub(super) fn set_precision(&mut self, precision: Precision) {
+        if self.precision != precision {
+            self.choices.clear();
+            self.precision = precision;
+        }
     }
 
     /// Whether the pipeline keeps a state that is saved against this parent, as the base of the next delta.
@@ -159,8 +171,8 @@ impl SavePipeline {
     #[boxed]
     pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
-        let Self { store, options, base, changed_rows, choices, pace, ahead } = self;
-        let input = SaveInput { store, options, changed_rows, step, layout, parent };
+        let Self { store, options, precision, base, changed_rows, choices, pace, ahead } = self;
+        let input = SaveInput { store, options, precision, changed_rows, step, layout, parent };
         let mut slots = layout.slots();
         let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
         if is_rounded || options.statistics {

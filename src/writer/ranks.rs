@@ -13,6 +13,7 @@ use super::parent::Parent;
 use super::pipeline::SavePipeline;
 use crate::chain::whole_microseconds;
 use crate::commit::{Log, LogState, Standing, refuse_features};
+use crate::precision::PrecisionDecision;
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
 
@@ -74,10 +75,13 @@ enum StorePresence {
 impl Store {
     /// Opens a store for the saves of one rank. The coordinator must have opened the store for writing before. All
     /// ranks use the same policy; `Adaptive` decides by steps and counts alone, because no rank knows the sizes of all
-    /// ranks.
+    /// ranks. Several ranks cannot use [`Precision::auto`](crate::Precision::auto).
     pub async fn rank_writer(&self, rank: Rank, options: WriterOptions) -> Result<RankWriter> {
         if rank.rank >= rank.world || rank.world > MAX_RANK {
             return Err(Error::invalid(format!("rank {} of {}: ranks count from 0 to world - 1", rank.rank, rank.world)));
+        }
+        if options.precision.is_auto() && rank.world > 1 {
+            return Err(auto_is_refused(rank.world));
         }
         let log = Log::load(self).await?;
         Ok(RankWriter { part: RankPart::new(self, rank, options), log })
@@ -99,7 +103,19 @@ impl RankWriter {
     async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         refuse_features(&self.log.state().may_ignore)?;
         let parent = open_parent(&self.part.pipeline.store, self.log.state(), parent).await?;
-        self.part.upload(step, parent.as_ref(), Unreadable::SaveWhole, tensors, blobs).await
+        let Self { part, log } = self;
+        let adapted = match part.pipeline.options.precision.is_auto() {
+            true => {
+                let layout = StateLayout::of_rank(tensors, blobs, part.pipeline.store.limits(), Some(part.rank.rank))?;
+                part.pipeline.adapt(log, step, &layout).await?
+            }
+            false => None,
+        };
+        let mut receipt = part.upload(step, parent.as_ref(), Unreadable::SaveWhole, tensors, blobs).await?;
+        if let Some(adapted) = adapted {
+            receipt.user.insert(PrecisionDecision::KEY.to_owned(), adapted.to_value()?);
+        }
+        Ok(receipt)
     }
 
     /// Reads the log entries committed since the last save. Reads the whole log if the store was deleted or replaced.
@@ -219,6 +235,14 @@ impl RankPart {
             _ => {}
         }
     }
+}
+
+/// The error of a job of several ranks with the precision `auto`: no rank sees the whole state, and replicas must be rounded
+/// alike.
+pub(super) fn auto_is_refused(world: u32) -> Error {
+    Error::unsupported(format!(
+        "the precision `auto` measures the whole state, but {world} ranks save parts of it; use lossless, near or compact"
+    ))
 }
 
 /// Opens the parent of deltas; `None` if the log does not have it, or it cannot be read.

@@ -15,6 +15,7 @@ use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PreviousSave, SaveTimes, content_digests, milliseconds};
 use crate::codec::Registry;
 use crate::commit::Age;
+use crate::precision::PrecisionDecision;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Digest, Directory, Id, Leader, MAX_RANK, Receipt, SessionName, SessionStep, slots_of_rank};
 use crate::{Error, ErrorKind, Result, Store, boxed};
@@ -56,7 +57,8 @@ impl Writer {
         self.stopped.check()?;
         let mut metadata = metadata.clone();
         for receipt in receipts {
-            metadata.user.extend(receipt.user.clone());
+            let user = receipt.user.iter().filter(|(key, _)| *key != PrecisionDecision::KEY);
+            metadata.user.extend(user.map(|(key, value)| (key.clone(), value.clone())));
             metadata.file.extend(receipt.metadata.clone());
         }
         check_user(&metadata)?;
@@ -104,9 +106,23 @@ impl Writer {
             (Some(false), _) | (_, Some(false)) => Some(false),
             (a, b) => Some(a? && b?),
         });
+        // A rank that has the whole state may have decided.
+        let precision = receipts.iter().find_map(|receipt| PrecisionDecision::of(&receipt.user));
         let (finite, chunk_counts, times) = (finite.flatten(), BTreeMap::new(), times_of(receipts, self.measures_saves));
-        let prepared =
-            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding: None, finite, decision, times, age };
+        let prepared = Prepared {
+            directory,
+            tensor_bytes,
+            casks,
+            content,
+            blobs: None,
+            chunk_counts,
+            rounding: None,
+            finite,
+            decision,
+            precision,
+            times,
+            age,
+        };
         let mut saved = match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
             // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {

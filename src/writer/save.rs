@@ -14,6 +14,7 @@ use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
+use crate::precision::PrecisionDecision;
 use crate::{Blob, Error, ErrorKind, Result, TensorView, boxed};
 
 /// Number of attempts of one save, if the store keeps changing from outside.
@@ -56,8 +57,9 @@ impl Writer {
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
+            let adapted = self.pipeline.adapt(&mut self.log, request.step, request.layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
-            let error = match self.attempt(request, parent.as_ref(), decision).await {
+            let error = match self.attempt(request, parent.as_ref(), decision, adapted).await {
                 Ok(Commit::Done(saved)) => return Ok(*saved),
                 Ok(Commit::Stale(stale)) if stale.replaced => {
                     self.restart_in_replaced_store(&stale.error).await?;
@@ -111,7 +113,13 @@ impl Writer {
 
     /// Encodes, uploads, and tries to commit.
     #[boxed]
-    async fn attempt(&mut self, request: &Request<'_>, parent: Option<&Parent>, decision: PolicyDecision) -> Result<Commit> {
+    async fn attempt(
+        &mut self,
+        request: &Request<'_>,
+        parent: Option<&Parent>,
+        decision: PolicyDecision,
+        precision: Option<PrecisionDecision>,
+    ) -> Result<Commit> {
         let &Request { step, layout, metadata } = request;
         let age = Age::start();
         let uploaded = self.pipeline.write_casks(step, layout, parent).await?;
@@ -126,6 +134,7 @@ impl Writer {
             rounding: uploaded.rounding.total,
             finite: uploaded.finite,
             decision,
+            precision,
             times: SaveTimes { upload_ms: uploaded.times.upload_ms.filter(|_| self.measures_saves), ..uploaded.times },
             age,
         };

@@ -13,6 +13,7 @@
 )]
 
 mod ahead;
+mod auto_precision;
 mod bisect;
 mod chains;
 #[cfg(unix)]

@@ -16,6 +16,7 @@ use crate::decision::DecisionJson;
 use crate::hex::{self, Region};
 use crate::output::Outcome;
 use crate::parse;
+use crate::precision::PrecisionJson;
 use crate::rounding::TensorRoundingRow;
 use crate::text::{Text, human_bytes, human_seconds, human_shape};
 
@@ -63,6 +64,8 @@ struct StoreReport<'a> {
     kind: &'static str,
     /// Reason for this kind; null if the writer stored none.
     decision: Option<DecisionJson>,
+    /// Profile that `--precision auto` chose, and why; null for other precisions.
+    precision: Option<PrecisionJson>,
     /// Times of the save, and of the save before it; null if the writer stored none.
     times: Option<TimesJson>,
     tensors: Vec<TensorRow>,
@@ -191,6 +194,10 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     if let Some(decision) = &decision {
         text.line(format!("why: {}", decision.line()));
     }
+    let precision = snapshot.inspect().precision().map(|decision| PrecisionJson::of(&decision));
+    if let Some(precision) = &precision {
+        text.line(format!("precision: {}", precision.line()));
+    }
     let times = snapshot.inspect().times();
     if let Some(times) = &times {
         text.line(format!("times: {}", describe_times(times)));
@@ -219,6 +226,7 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
         snapshot: snapshot_id,
         kind,
         decision,
+        precision,
         times: times.as_ref().map(TimesJson::of),
         tensors: rows,
         rounding,

@@ -17,6 +17,7 @@ use tensorcask::{
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
 use crate::parse::{self, RoleRule};
+use crate::precision::PrecisionJson;
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
@@ -57,8 +58,8 @@ pub(crate) struct Args {
     /// which measures encoding and uploading and makes the save durable as early as possible
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: ObjectiveSetting,
-    /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
-    /// of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
+    /// Precision of stored tensors: a profile (lossless, near, compact), auto, which chooses one of them by measured errors and
+    /// the stage of the training, or PATTERN=SETTING. PATTERN is a role or a glob of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
     /// bound the relative error. Repeatable; the last match wins
     #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
     precision: Vec<String>,
@@ -105,6 +106,8 @@ struct Report {
     decision: DecisionJson,
     /// Rounding report; null if nothing was rounded.
     rounding: Option<RoundingJson>,
+    /// Profile that `--precision auto` chose, and why; null for other precisions.
+    precision: Option<PrecisionJson>,
     /// Measurements and choices of `--objective auto`; null for other objectives.
     objective: Option<ObjectiveJson>,
     /// Whether all parameters and moments are finite; null without a check.
@@ -201,6 +204,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
         rounding: saved.rounding.as_ref().map(RoundingJson::of),
+        precision: saved.precision.as_ref().map(PrecisionJson::of),
         objective: saved.objective.map(ObjectiveJson::of),
         finite: saved.finite,
         unchanged: saved.unchanged.into_iter().map(|found| Unchanged { tensor: found.tensor, since_step: found.since_step }).collect(),
@@ -247,6 +251,7 @@ fn describe(report: &Report) -> Text {
         ("rounding", rounding),
         ("finite", finite.to_owned()),
     ];
+    fields.extend(report.precision.as_ref().map(|precision| ("precision", precision.line().to_owned())));
     fields.extend(report.objective.as_ref().map(|objective| ("objective", objective.line.clone())));
     fields.push(("seconds", format!("{:.2}", report.seconds)));
     text.fields(&fields);

@@ -11,6 +11,7 @@ use tensorcask::{Result, RoundingReport, Slice, SnapshotStatus};
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, UnreadableStep, code_with};
+use crate::precision::PrecisionJson;
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
 use crate::text::{Text, counted, human_bytes, human_ratio, ratio};
@@ -20,6 +21,8 @@ use crate::text::{Text, counted, human_bytes, human_ratio, ratio};
 
 `overhead`: headers, indexes and padding of casks, part of `stored`.
 `kept`: forgotten or replaced snapshots that newer deltas still need, not part of `stored`.
+`precision`: profiles that --precision auto chose. `change`: distance of the weights from those of the save before, of
+their norm. `weights`: how far rounding would move them, of that distance. `update`: error of Adam's update.
 `after base`: position of the snapshot after the last base, 1 for the first snapshot after it.
 
 Example:
@@ -52,6 +55,8 @@ struct Report<'a> {
     rounding_reports: BTreeMap<String, RoundingReport>,
     /// Decisions of the policies, by step.
     decisions: Vec<DecisionRow>,
+    /// Decisions of the precision `auto`, by step.
+    precisions: Vec<PrecisionRow>,
     /// Steps that cannot be read. Only counted in `snapshots`, `bases` and `deltas`.
     unreadable: Vec<UnreadableStep>,
     #[serde(skip)]
@@ -63,6 +68,12 @@ struct DecisionRow {
     step: u64,
     kind: &'static str,
     decision: DecisionJson,
+}
+
+#[derive(Debug, Serialize)]
+struct PrecisionRow {
+    step: u64,
+    precision: PrecisionJson,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -110,6 +121,9 @@ impl Report<'_> {
         if let Some(decision) = snapshot.inspect().decision() {
             let kind = snapshot.record().kind().name();
             self.decisions.push(DecisionRow { step, kind, decision: DecisionJson::of(&decision) });
+        }
+        if let Some(decision) = snapshot.inspect().precision() {
+            self.precisions.push(PrecisionRow { step, precision: PrecisionJson::of(&decision) });
         }
         for link in snapshot.inspect().chain() {
             if link.record.status != SnapshotStatus::Live && kept.insert(link.record.id) {
@@ -205,6 +219,11 @@ impl Report<'_> {
             let cells = |row: &DecisionRow| [row.step.to_string(), row.kind.to_owned()].into_iter().chain(row.decision.cells()).collect();
             let rows: Vec<Vec<String>> = self.decisions.iter().map(cells).collect();
             text.table(&[">step", "kind", "why", ">after base", ">delta, estimated", ">base, estimated"], &rows);
+        }
+        if !self.precisions.is_empty() {
+            text.line("");
+            let rows: Vec<Vec<String>> = self.precisions.iter().map(|row| row.precision.cells(row.step)).collect();
+            text.table(&PrecisionJson::HEADINGS, &rows);
         }
         text
     }

@@ -151,6 +151,39 @@ fn what_is_rounded_is_told_by_every_verb() {
 }
 
 #[test]
+fn the_profile_that_auto_chooses_is_told_with_its_reason() {
+    let place = Place::new();
+    let save = |step: u64, precision: &str| {
+        // Each weight moves by a thousandth in each step, up or down.
+        let sign = |at: u64| if at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0 { 1.0 } else { -1.0 };
+        let numbers = (0..4096u64).map(|at| (at as f32 / 977.0).sin() + sign(at) * 1e-3 * step as f32);
+        let bytes: Vec<u8> = numbers.flat_map(f32::to_le_bytes).collect();
+        place.write("state.safetensors", &[("optim.master.w", Dtype::F32, &[64, 64], &bytes)]);
+        place.json(&format!("save @run --step {step} --precision {precision} @state.safetensors"))
+    };
+    let saved: Vec<Value> = (1..9).map(|step| save(step, "auto")).collect();
+    saved.iter().for_each(|saved| conforms("save", saved));
+    let of = |key: &str| saved.iter().map(|saved| saved["precision"][key].as_str().unwrap().to_owned()).collect::<Vec<_>>();
+    assert_eq!(of("profile"), ["lossless", "lossless", "lossless", "near", "near", "near", "compact", "compact"]);
+    assert_eq!(of("reason"), ["first", "waiting", "waiting", "waiting", "waiting", "waiting", "stable", "stable"]);
+    assert!((0.0005..0.003).contains(&saved[7]["precision"]["change"].as_f64().unwrap()), "{}", saved[7]);
+    let release = save(9, "lossless");
+    assert!(release["precision"].is_null() && release["rounding"].is_null());
+
+    let stat = place.json("stat @run");
+    conforms("stat", &stat);
+    let rows = stat["precisions"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|row| row["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7, 8]);
+    assert_eq!(rows[7]["precision"], saved[7]["precision"]);
+    let table = stdout(&place.run("stat @run"));
+    assert!(table.contains("compact    stable"), "{table}");
+    conforms("inspect", &place.json("inspect @run --step 8"));
+    let told = stdout(&place.run("inspect @run --step 8"));
+    assert!(told.contains("precision: auto: compact: stable; weights changed by"), "{told}");
+    assert!(!stdout(&place.run("inspect @run")).contains("precision:"), "the release has no decision");
+}
+
+#[test]
 fn verbs_of_the_python_package_name_it() {
     let place = Place::new();
     let verbs =

@@ -184,6 +184,36 @@ fn every_tier_has_the_rounding_report() {
     }
 }
 
+/// The profile follows the training, whichever process encodes and whether memory still has the saves before.
+#[test]
+fn the_precision_auto_goes_on_after_the_agent_and_memory_are_lost() {
+    let host = Host::new();
+    let options = EngineOptions { precision: Precision::auto(), ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    for step in 1u16..=10 {
+        if step == 5 || step == 9 {
+            drop(engine);
+            host.kill_agent();
+            if step == 9 {
+                std::fs::remove_dir_all(host.engine_folder()).unwrap();
+            }
+            engine = Engine::start(options.clone()).unwrap();
+        }
+        let sign = |at: u16| if at.count_ones().is_multiple_of(2) { 1e-3 } else { -1e-3 };
+        let weights = (0..4096u16).map(|at| f32::from(at).sin() + sign(at) * f32::from(step));
+        let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
+        let tensors = [TensorView::new("optim.master.w", Dtype::F32, &[64, 64], &bytes).unwrap()];
+        engine.save(step.into(), &tensors, &[], &Metadata::default()).unwrap();
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let profile = |step: u64| host.store().snapshot(step).unwrap().inspect().precision().map(|decision| decision.profile.name());
+    let profiles: Vec<&str> = (1..=10).filter_map(profile).collect();
+    let [lossless, near, compact] = ["lossless", "near", "compact"];
+    assert_eq!(profiles, [lossless, lossless, lossless, near, near, near, compact, compact, compact, compact]);
+    let refused = Engine::start(EngineOptions { world: 2, ..options }).unwrap_err();
+    assert!(refused.message().contains("use lossless, near or compact"), "{refused}");
+}
+
 /// The first tier is the disk of one host, the second a store that all hosts share.
 #[test]
 fn a_job_that_continued_on_another_host_is_followed_through_the_far_tier() {
