@@ -328,6 +328,7 @@ class Store:
         statistics: bool = False,
         check: str | None = None,
         frozen: Sequence[str] = ...,
+        codecs: Sequence[str] = ...,
     ) -> Writer: ...
     def rank_writer(
         self,
@@ -342,6 +343,7 @@ class Store:
         statistics: bool = False,
         check: str | None = None,
         frozen: Sequence[str] = ...,
+        codecs: Sequence[str] = ...,
     ) -> RankWriter: ...
 
 @final

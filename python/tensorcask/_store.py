@@ -88,6 +88,7 @@ class Store(Upkeep):
         base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
+        codecs: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -130,6 +131,9 @@ class Store(Upkeep):
             objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable as
                 early as possible, by measured rates of encoding and uploading), or weights of size, speed and precision,
                 such as ``"0.6,0.4,0"``.
+            codecs: Rules ``"PATTERN=CODEC"``, one or a list, that assign a codec of :func:`tensorcask.codec.codecs` to tensors,
+                such as ``"model=tc.bitmask"``. A pattern is a role or a glob of names; the last rule that matches wins. A
+                chunk that the codec cannot encode, such as a chunk of a base for ``tc.bitmask``, gets another codec.
             precision: Which f32 tensors are rounded before they are stored; see below.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
@@ -182,7 +186,7 @@ class Store(Upkeep):
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs)
         rows = changed_row_lists(changed_rows)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
@@ -284,6 +288,7 @@ class Store(Upkeep):
         base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
+        codecs: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -305,6 +310,7 @@ class Store(Upkeep):
             base_cache=base_cache,
             verify_after_encode=verify_after_encode,
             objective=objective,
+            codecs=codecs,
             precision=precision,
             statistics=statistics,
             check=check,

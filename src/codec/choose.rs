@@ -1,4 +1,5 @@
-//! Picks the codec of a chunk by size and speed, with weights from the user. The result is never larger than raw.
+//! Picks the codec of a chunk by size and speed, with weights from the user, unless a rule assigns one. A chosen codec
+//! never takes more bytes than raw; an assigned one may.
 
 use bytes::Bytes;
 
@@ -26,7 +27,7 @@ fn page_cost(bytes: u64) -> u64 {
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, check: EncodeCheck) -> Result<EncodedChunk> {
-    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, trial: &Trial::All };
+    let wanted = Wanted { objective, assigned: None, verify: check == EncodeCheck::Decode, decoded: false, trial: &Trial::All };
     Ok(encode_given(registry, wanted, chunk, None)?.encoded)
 }
 
@@ -87,6 +88,8 @@ pub(crate) enum ChosenBy {
     Estimate,
     /// The preferred codec. No other was tried.
     Preference,
+    /// The codec that a rule assigns to the tensor.
+    Rule,
     /// The best of the estimates by all codecs, because the result of the preferred codec was larger than expected.
     Fallback,
 }
@@ -96,6 +99,8 @@ pub(crate) enum ChosenBy {
 pub(crate) struct Wanted<'a> {
     /// Weights by which codecs are chosen.
     pub objective: Objective,
+    /// Id of the codec that a rule assigns to the chunk. The rule holds wherever this codec can encode the chunk.
+    pub assigned: Option<&'a str>,
     /// Whether the chunk is decoded again and compared with its source.
     pub verify: bool,
     /// Whether the decoded bytes are returned.
@@ -157,7 +162,11 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
     let crc_of_source = if wanted.verify { None } else { Some(crc32fast::hash(chunk.data)) };
     let Best { codec, encoded, by, levels } = encode_best(registry, wanted, chunk, given)?;
     let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
-    let is_sample = *wanted.trial == Trial::WithAndWithoutBase && wanted.objective.speed > 0 && given.is_none() && chunk.base.is_some();
+    let is_sample = *wanted.trial == Trial::WithAndWithoutBase
+        && by != ChosenBy::Rule
+        && wanted.objective.speed > 0
+        && given.is_none()
+        && chunk.base.is_some();
     let absolute = match is_sample && kind == ChunkKind::Delta {
         true => Some(absolute_form(registry, wanted, chunk)?),
         false => None,
@@ -189,9 +198,12 @@ struct Best<'r> {
     levels: Option<[LevelEstimate; LEVELS.len()]>,
 }
 
-/// Encodes a chunk with the preferred codec, if the result is as small as expected; otherwise with the lossless codec of
-/// the highest score, or with the given candidate.
+/// Encodes a chunk with the assigned codec; otherwise with the preferred codec, if the result is as small as expected;
+/// otherwise with the lossless codec of the highest score, or with the given candidate.
 fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>, given: Option<&'r Candidate>) -> Result<Best<'r>> {
+    if let Some((codec, encoded)) = wanted.assigned.and_then(|id| encode_assigned(registry, id, chunk, given)).transpose()? {
+        return Ok(Best { codec, encoded, by: ChosenBy::Rule, levels: None });
+    }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
@@ -231,6 +243,21 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
     };
     // An estimate may have been too low.
     if cost(&encoded.sizes()) <= raw_bytes { Ok(Best { codec, encoded, by, levels }) } else { raw() }
+}
+
+/// Encodes a chunk with the assigned codec; `None` if this codec cannot encode it. A lossy codec encodes only the chunks
+/// that it rounded itself.
+fn encode_assigned<'r>(
+    registry: &'r Registry,
+    id: &str,
+    chunk: &Chunk<'_>,
+    given: Option<&'r Candidate>,
+) -> Option<Result<(&'r dyn Codec, Encoded)>> {
+    if let Some(given) = given.filter(|given| given.codec.id() == id) {
+        return Some(Ok((given.codec.as_ref(), given.encoded.clone())));
+    }
+    let codec = registry.get(id).filter(|codec| codec.is_lossless() && codec.estimate(chunk).is_some())?;
+    Some(codec.encode(chunk).map(|encoded| (codec.as_ref(), encoded)))
 }
 
 /// A codec and the bytes that it is expected to take, padding included.
@@ -307,13 +334,21 @@ fn changed(what: &str) -> Error {
     )
 }
 
-/// Estimates the stored bytes of a chunk: by its best lossless codec or the given candidate, and never more than raw.
-pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>) -> u64 {
+/// Estimates the stored bytes of a chunk: by the assigned codec if it can encode the chunk; otherwise by the best lossless
+/// codec or the given candidate, and never more than raw.
+pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>, assigned: Option<&str>) -> u64 {
     if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;
     }
     let _environment = DefaultEnvironment::enter();
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
+    let assigned = assigned.and_then(|id| match given.filter(|given| given.codec.id() == id) {
+        Some(given) => Some(given.encoded.sizes()),
+        None => registry.get(id).filter(|codec| codec.is_lossless()).and_then(|codec| codec.estimate(chunk)),
+    });
+    if let Some(sizes) = assigned {
+        return cost(&sizes);
+    }
     let raw = cost(&[chunk.data.len() as u64]).min(given.map_or(u64::MAX, |given| cost(&given.encoded.sizes())));
     let codecs = registry.iter().filter(|codec| codec.is_lossless());
     codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?))).fold(raw, u64::min)

@@ -9,14 +9,13 @@ mod report;
 mod search;
 mod setting;
 
-use globset::{Glob, GlobMatcher};
-
 pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
 pub use report::{ChunkRounding, RoundingReport, TensorRounding};
 pub use search::{RoundingChoice, search};
 pub use setting::Setting;
 
+use crate::tensor::TensorPattern;
 use crate::{Error, Result};
 
 /// Rules that select the precision of each tensor. The last matching rule applies. A tensor without a matching rule is
@@ -48,9 +47,7 @@ pub struct BoundedSetting {
 
 #[derive(Debug, Clone)]
 struct Rule {
-    /// Role, or glob of names.
-    pattern: String,
-    glob: GlobMatcher,
+    pattern: TensorPattern,
     bounded: BoundedSetting,
 }
 
@@ -88,9 +85,8 @@ impl Precision {
         let mut precision = Self::lossless();
         for (role, setting) in master.chain(moments) {
             // Names of roles are valid globs.
-            if let Ok(glob) = Glob::new(role) {
-                let bounded = BoundedSetting { setting, bound: None };
-                precision.rules.push(Rule { pattern: (*role).to_owned(), glob: glob.compile_matcher(), bounded });
+            if let Ok(pattern) = TensorPattern::parse(role) {
+                precision.rules.push(Rule { pattern, bounded: BoundedSetting { setting, bound: None } });
             }
         }
         precision
@@ -102,10 +98,7 @@ impl Precision {
         if let Some(bound) = bound.filter(|bound| !(bound.is_finite() && *bound >= 0.0)) {
             return Err(Error::invalid(format!("the bound {bound} is not a relative error such as 0.01")));
         }
-        let glob = Glob::new(pattern);
-        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", pattern.escape_debug())))?;
-        let bounded = BoundedSetting { setting, bound };
-        self.rules.push(Rule { pattern: pattern.to_owned(), glob: glob.compile_matcher(), bounded });
+        self.rules.push(Rule { pattern: TensorPattern::parse(pattern)?, bounded: BoundedSetting { setting, bound } });
         Ok(self)
     }
 
@@ -154,15 +147,14 @@ impl Precision {
     pub fn words(&self) -> Vec<String> {
         let word = |rule: &Rule| {
             let bound = rule.bounded.bound.map_or(String::new(), |bound| format!("<={bound}"));
-            format!("{}={}{bound}", rule.pattern, rule.bounded.setting)
+            format!("{}={}{bound}", rule.pattern.text(), rule.bounded.setting)
         };
         self.rules.iter().map(word).collect()
     }
 
     /// Returns the setting and bound of a tensor.
     pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
-        let fits = |rule: &&Rule| rule.pattern == role || rule.glob.is_match(name);
-        let found = self.rules.iter().rev().find(fits).map(|rule| rule.bounded);
+        let found = self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name)).map(|rule| rule.bounded);
         found.unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
     }
 

@@ -9,7 +9,7 @@ use super::cask_writer::{ChunkPlace, ShardLabel};
 use super::changed_rows::ChangedRows;
 use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
-use crate::codec::Chunk;
+use crate::codec::{Chunk, Codec, Rows, check_assigned};
 use crate::precision::BoundedSetting;
 use crate::tensor::ChunkGrid;
 use crate::{Error, Result, Store, TensorView};
@@ -80,12 +80,35 @@ impl<'a> SaveInput<'a> {
         self.options.precision.of(&tensor.description.role, &tensor.description.name)
     }
 
+    /// Id of the codec that a rule assigns to a tensor.
+    pub(super) fn assigned_codec(&self, tensor: &LayoutTensor<'_>) -> Option<&'a str> {
+        self.options.codecs.of(&tensor.description.role, &tensor.description.name)
+    }
+
+    /// Checks that the rules assign only codecs that exist and can store their tensors.
+    pub(super) fn check_codecs(&self) -> Result<()> {
+        let registry = self.store.registry();
+        self.options.codecs.check(registry)?;
+        for tensor in &self.layout.tensors {
+            let Some(codec) = self.assigned_codec(tensor).and_then(|id| registry.get(id)) else { continue };
+            let rounding = self.precision(tensor).setting.codec();
+            let (description, rounding) = (&tensor.description, rounding.as_ref().map(|codec| codec.id()));
+            let checked = check_assigned(codec.as_ref(), description.dtype, &description.role, rounding);
+            checked.map_err(|e| e.tensor(&description.name))?;
+        }
+        Ok(())
+    }
+
     /// Rows of a chunk that may differ from its base; `None` if the caller named none, or if the chunk has no base.
     pub(super) fn changed_rows(&self, at: ChunkRef) -> Result<Option<Vec<u64>>> {
         let (Some(_), Some(parent)) = (at.base, self.parent) else { return Ok(None) };
         // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then
         // differ from the base.
         if !self.precision(self.tensor(at)).setting.is_elementwise() {
+            return Ok(None);
+        }
+        // With these rows, the base is not read. An assigned codec may need it.
+        if self.assigned_codec(self.tensor(at)).is_some_and(|codec| codec != Rows.id()) {
             return Ok(None);
         }
         self.changed_rows.of_chunk(parent.snapshot.record().id, self.view(at), at.chunk)

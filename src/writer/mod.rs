@@ -76,7 +76,7 @@ use unchanged::UnchangedTensors;
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
-use crate::codec::ObjectiveSetting;
+use crate::codec::{CodecRules, ObjectiveSetting};
 use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
@@ -100,6 +100,8 @@ pub struct WriterOptions {
     pub base_cache: BaseKeeping,
     /// Goal of the choice of codecs: weights of size and speed, or the least time until the save is durable.
     pub objective: ObjectiveSetting,
+    /// Codecs that are assigned to tensors. By default the objective chooses the codecs of all tensors.
+    pub codecs: CodecRules,
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded.
     pub precision: Precision,
     /// Whether each chunk is decoded again before it is uploaded.
@@ -138,6 +140,7 @@ impl Default for WriterOptions {
             policy: Policy::default(),
             base_cache: BaseKeeping::default(),
             objective: ObjectiveSetting::default(),
+            codecs: CodecRules::default(),
             precision: Precision::default(),
             verify_after_encode: true,
             statistics: false,

@@ -147,6 +147,7 @@ impl SavePipeline {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
         let Self { store, options, base, changed_rows, choices, pace, ahead } = self;
         let input = SaveInput { store, options, changed_rows, step, layout, parent };
+        input.check_codecs()?;
         let mut slots = layout.slots();
         let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
         if is_rounded || options.statistics {

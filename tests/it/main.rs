@@ -17,6 +17,7 @@ mod bisect;
 mod chains;
 #[cfg(unix)]
 mod changing_tensors;
+mod codec_rules;
 mod codecs;
 mod commits;
 mod common;
