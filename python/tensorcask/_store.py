@@ -163,7 +163,8 @@ class Store(Upkeep):
         ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a
         role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names. A setting is ``lossless``,
         ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``. A bound is the greatest
-        relative error. :meth:`Snapshot.rounding` reports the rounding errors.
+        relative error. A rule may name several settings, such as ``"exp_avg=cluster|blockwise8"``: the weights of
+        ``objective`` choose one for each tensor. :meth:`Snapshot.rounding` reports the rounding errors.
 
         >>> import struct
         >>> store = Store("memory://precision-example")

@@ -60,7 +60,7 @@ pub use rules::CodecRules;
 pub(crate) use candidate::Candidate;
 #[cfg(test)]
 pub(crate) use choose::LevelEstimate;
-pub(crate) use choose::{Chosen, ChosenBy, LEVELS, Preferred, Trial, Wanted, encode_given, estimate_chunk};
+pub(crate) use choose::{Chosen, ChosenBy, LEVELS, Preferred, RoundedForm, Trial, Wanted, best_form, encode_given, estimate_chunk};
 pub use choose::{EncodeCheck, encode_chunk};
 pub use objective::{Objective, ObjectiveSetting};
 pub(crate) use rules::check_assigned;

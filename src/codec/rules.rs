@@ -80,8 +80,9 @@ impl CodecRules {
     }
 }
 
-/// Checks that an assigned codec can encode chunks of a tensor at all. `rounding`: id of the codec that rounds the tensor.
-pub(crate) fn check_assigned(codec: &dyn Codec, dtype: Dtype, role: &str, rounding: Option<&str>) -> Result<()> {
+/// Checks that an assigned codec can encode chunks of a tensor at all. `may_round`: whether a precision rule allows the codec
+/// to round the tensor.
+pub(crate) fn check_assigned(codec: &dyn Codec, dtype: Dtype, role: &str, may_round: bool) -> Result<()> {
     let id = codec.id();
     if !codec.supports(dtype, role) {
         return Err(Error::invalid(format!(
@@ -89,7 +90,7 @@ pub(crate) fn check_assigned(codec: &dyn Codec, dtype: Dtype, role: &str, roundi
             role.escape_debug()
         )));
     }
-    if !codec.is_lossless() && rounding != Some(id) {
+    if !codec.is_lossless() && !may_round {
         let setting = id.strip_prefix("tc.").unwrap_or(id);
         return Err(Error::invalid(format!(
             "codec `{id}` is assigned to this tensor, but rounds numbers, and the precision of this tensor does not allow that; set its precision to `{setting}`, too"

@@ -9,6 +9,7 @@ use super::cask_writer::{ChunkPlace, ShardLabel};
 use super::changed_rows::ChangedRows;
 use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
+use super::settings::ChosenSettings;
 use crate::codec::{Chunk, Codec, Rows, check_assigned};
 use crate::precision::BoundedSetting;
 use crate::tensor::ChunkGrid;
@@ -33,6 +34,8 @@ pub(super) struct SaveInput<'a> {
     pub store: &'a Store,
     pub options: &'a WriterOptions,
     pub changed_rows: &'a ChangedRows,
+    /// Settings that were chosen for tensors whose rules allow several.
+    pub settings: &'a ChosenSettings,
     /// Training step of the state.
     pub step: u64,
     pub layout: &'a StateLayout<'a>,
@@ -77,7 +80,13 @@ impl<'a> SaveInput<'a> {
 
     /// Setting and bound by which a tensor is rounded.
     pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> BoundedSetting {
-        self.options.precision.of(&tensor.description.role, &tensor.description.name)
+        let (role, name) = (&tensor.description.role, &tensor.description.name);
+        self.settings.of(name).unwrap_or_else(|| self.options.precision.of(role, name))
+    }
+
+    /// Settings that the rule of a tensor allows. Empty without a rule.
+    pub(super) fn alternatives(&self, tensor: &LayoutTensor<'_>) -> Vec<BoundedSetting> {
+        self.options.precision.alternatives(&tensor.description.role, &tensor.description.name)
     }
 
     /// Id of the codec that a rule assigns to a tensor.
@@ -91,9 +100,10 @@ impl<'a> SaveInput<'a> {
         self.options.codecs.check(registry)?;
         for tensor in &self.layout.tensors {
             let Some(codec) = self.assigned_codec(tensor).and_then(|id| registry.get(id)) else { continue };
-            let rounding = self.precision(tensor).setting.codec();
-            let (description, rounding) = (&tensor.description, rounding.as_ref().map(|codec| codec.id()));
-            let checked = check_assigned(codec.as_ref(), description.dtype, &description.role, rounding);
+            let rounds = |bounded: &BoundedSetting| bounded.setting.codec().is_some_and(|rounding| rounding.id() == codec.id());
+            let may_round = self.alternatives(tensor).iter().any(rounds);
+            let description = &tensor.description;
+            let checked = check_assigned(codec.as_ref(), description.dtype, &description.role, may_round);
             checked.map_err(|e| e.tensor(&description.name))?;
         }
         Ok(())
@@ -105,6 +115,10 @@ impl<'a> SaveInput<'a> {
         // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then
         // differ from the base.
         if !self.precision(self.tensor(at)).setting.is_elementwise() {
+            return Ok(None);
+        }
+        // Rows that did not change may differ from a base with another setting.
+        if self.settings.of(&self.tensor(at).description.name).is_some() {
             return Ok(None);
         }
         // With these rows, the base is not read. An assigned codec may need it.

@@ -14,6 +14,7 @@
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
+//! | `settings` | which precision a tensor gets, if its rule allows several |
 //! | `finite` | check for NaN and infinities |
 //! | `unchanged` | warning of parameters that stay the same |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
@@ -48,6 +49,7 @@ mod receipts;
 mod rounding;
 mod save;
 mod schedule;
+mod settings;
 mod spared;
 mod statistics;
 mod unchanged;

@@ -40,6 +40,7 @@ mod objective;
 mod opening;
 mod partners;
 mod precision;
+mod precision_choice;
 mod ranks;
 mod replaced;
 mod roundtrip;

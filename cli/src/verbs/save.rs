@@ -64,7 +64,8 @@ pub(crate) struct Args {
     codec: Vec<String>,
     /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
     /// of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
-    /// bound the relative error. Repeatable; the last match wins
+    /// bound the relative error. Of several settings, as in A|B, the weights of --objective choose one for each tensor.
+    /// Repeatable; the last match wins
     #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
     precision: Vec<String>,
     /// Role (model, master, exp_avg, ...) and parameter of matching tensors, instead of those guessed from the names.
