@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use tensorcask::codec::ObjectiveSetting;
+use tensorcask::codec::{CodecRules, ObjectiveSetting, Registry};
 use tensorcask::{NamePatterns, Precision, Result, Slice, StepSelector};
 
 /// Parses `N` or `latest`.
@@ -46,6 +46,12 @@ pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
 /// Parses `auto`, `smallest`, `balanced`, `fastest` or three weights.
 pub(crate) fn objective(text: &str) -> Result<ObjectiveSetting, String> {
     ObjectiveSetting::from_name(text).map_err(|e| e.message().to_owned())
+}
+
+/// Checks `PATTERN=CODEC`.
+pub(crate) fn codec(text: &str) -> Result<String, String> {
+    let checked = CodecRules::parse([text]).and_then(|rules| rules.check(&Registry::default()));
+    checked.map(|()| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
 /// Checks a profile or `PATTERN=SETTING`.

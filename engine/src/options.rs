@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tensorcask::codec::ObjectiveSetting;
+use tensorcask::codec::{CodecRules, ObjectiveSetting, Registry};
 use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url};
 
 use crate::arena_file::SLOTS;
@@ -98,6 +98,8 @@ pub struct EngineOptions {
     pub policy: Policy,
     /// Objective of the choice between codecs. `Auto` makes a snapshot soonest complete in memory, not in the store.
     pub objective: ObjectiveSetting,
+    /// Codecs that are assigned to tensors. The objective chooses the codecs of all other tensors.
+    pub codecs: CodecRules,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact. Several ranks cannot use
     /// [`Precision::auto`].
     pub precision: Precision,
@@ -149,6 +151,7 @@ impl EngineOptions {
             memory_cap: None,
             policy: Policy::default(),
             objective: ObjectiveSetting::default(),
+            codecs: CodecRules::default(),
             precision: Precision::default(),
             statistics: false,
             check: FiniteCheck::Off,
@@ -195,6 +198,7 @@ impl EngineOptions {
             (Some(_), None) => return Err(Error::invalid("`peers` are for a run on many hosts: set `hosts`, too")),
         }
         self.retention.map_or(Ok(()), Retention::check)?;
+        self.codecs.check(&Registry::default())?;
         let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
         let (policy, every) = match self.policy {
@@ -213,6 +217,7 @@ impl EngineOptions {
             policy: policy.to_owned(),
             every,
             objective: self.objective.to_string(),
+            codecs: self.codecs.words(),
             precision: self.precision.words(),
             statistics: self.statistics,
             check: self.check.name().map(str::to_owned),

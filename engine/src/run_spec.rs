@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::{Deserialize, Deserializer, Serialize};
-use tensorcask::codec::{Objective, ObjectiveSetting};
+use tensorcask::codec::{CodecRules, Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
 use tensorcask::{
     Bandwidth, BaseKeeping, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
@@ -31,6 +31,9 @@ pub(crate) struct RunSpec {
     pub every: Option<u64>,
     #[serde(deserialize_with = "objective_text")]
     pub objective: String,
+    /// Rules that assign codecs to tensors.
+    #[serde(default)]
+    pub codecs: Vec<String>,
     pub precision: Vec<String>,
     /// Whether snapshots get statistics.
     #[serde(default)]
@@ -115,6 +118,7 @@ impl RunSpec {
             policy: Policy::from_name(&self.policy, self.every)?,
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: ObjectiveSetting::from_name(&self.objective)?,
+            codecs: CodecRules::parse(self.codecs.iter().map(String::as_str))?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
             statistics: self.statistics,
             check: self.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
@@ -163,7 +167,7 @@ mod tests {
         let spec = EngineOptions::new("/tmp/run").spec().unwrap();
         let mut stored = serde_json::to_value(&spec).unwrap();
         assert_eq!(serde_json::from_value::<RunSpec>(stored.clone()).unwrap(), spec);
-        for newer in ["statistics", "check", "retention"] {
+        for newer in ["statistics", "check", "retention", "codecs"] {
             stored.as_object_mut().unwrap().remove(newer);
         }
         let fastest = Objective::FASTEST;

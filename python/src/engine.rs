@@ -12,7 +12,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
-use tensorcask::codec::ObjectiveSetting;
+use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
@@ -439,6 +439,10 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "policy" => policy = Some(text()?),
             "every" => every = value.extract()?,
             "objective" => options.objective = ObjectiveSetting::from_name(&text()?).map_err(name_of)?,
+            "codecs" => {
+                let words: Vec<String> = value.extract()?;
+                options.codecs = CodecRules::parse(words.iter().map(String::as_str)).map_err(name_of)?;
+            }
             "precision" => {
                 let words: Vec<String> = value.extract()?;
                 options.precision = Precision::parse(words.iter().map(String::as_str)).map_err(name_of)?;

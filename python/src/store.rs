@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::blocking;
-use tensorcask::codec::ObjectiveSetting;
+use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
 use tensorcask::{FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
@@ -181,7 +181,7 @@ impl Store {
     /// Opens the store for writing. Creates the store if it does not exist.
     #[pyo3(signature = (
         policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false, check=None, frozen=vec![]
+        statistics=false, check=None, frozen=vec![], codecs=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
@@ -196,8 +196,9 @@ impl Store {
         statistics: bool,
         check: Option<&str>,
         frozen: Vec<String>,
+        codecs: Vec<String>,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
@@ -206,7 +207,7 @@ impl Store {
     /// Opens the store for the saves of one rank.
     #[pyo3(signature = (
         rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false, check=None, frozen=vec![]
+        statistics=false, check=None, frozen=vec![], codecs=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
@@ -223,8 +224,9 @@ impl Store {
         statistics: bool,
         check: Option<&str>,
         frozen: Vec<String>,
+        codecs: Vec<String>,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -281,6 +283,7 @@ fn options(
     statistics: bool,
     check: Option<&str>,
     frozen: Vec<String>,
+    codecs: &[String],
 ) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
@@ -291,6 +294,7 @@ fn options(
         objective: ObjectiveSetting::from_name(objective).map_err(|e| raise(&e))?,
         frozen,
         check: check.map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(|e| raise(&e))?,
+        codecs: CodecRules::parse(codecs.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })

@@ -338,6 +338,7 @@ class Store:
         statistics: bool = False,
         check: str | None = None,
         frozen: Sequence[str] = ...,
+        codecs: Sequence[str] = ...,
     ) -> Writer: ...
     def rank_writer(
         self,
@@ -352,6 +353,7 @@ class Store:
         statistics: bool = False,
         check: str | None = None,
         frozen: Sequence[str] = ...,
+        codecs: Sequence[str] = ...,
     ) -> RankWriter: ...
 
 @final

@@ -33,8 +33,8 @@ Device = Any
 Check = Literal["finite", "tag"] | None
 # Values of keep_last, keep_every and keep_weights_every.
 Retention = tuple[int | None, int | None, int | None]
-# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen.
-WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...]]
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs.
+WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...], tuple[str, ...]]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
 _BASE_CACHES = ("memory", "encoded", "none")
@@ -247,6 +247,7 @@ def writer_options(
     statistics: bool = False,
     check: Check = None,
     frozen: str | Sequence[str] = (),
+    codecs: str | Sequence[str] = (),
 ) -> WriterOptions:
     """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
@@ -257,15 +258,22 @@ def writer_options(
     if check not in _CHECKS:
         raise InvalidValueError(f"check {check!r}: use 'finite', 'tag' or None")
     words = _precision.words(precision)
-    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, words, bool(statistics), check, _patterns(frozen))
+    patterns = _texts(frozen, "frozen", "a pattern of names")
+    checks = (bool(statistics), check, patterns)
+    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, words, *checks, codec_rules(codecs))
 
 
-def _patterns(frozen: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns patterns of names. Refuses other values."""
-    patterns = (frozen,) if isinstance(frozen, str) else frozen
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise InvalidTypeError(f"frozen: {frozen!r}; use a pattern of names, or a sequence of them")
-    return tuple(patterns)
+def codec_rules(codecs: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns rules that assign codecs to tensors. The library checks patterns and codecs."""
+    return _texts(codecs, "codecs", "a rule such as 'model=tc.bitmask'")
+
+
+def _texts(given: str | Sequence[str], argument: str, use: str) -> tuple[str, ...]:
+    """Returns one text or several as a tuple. Refuses other values."""
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidTypeError(f"{argument}: {given!r}; use {use}, or a sequence of them")
+    return tuple(texts)
 
 
 def retention_of(keep_last: int | None, keep_every: int | None, keep_weights_every: int | None) -> Retention | None:

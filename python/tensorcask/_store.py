@@ -88,6 +88,7 @@ class Store(Upkeep):
         base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
+        codecs: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -130,6 +131,9 @@ class Store(Upkeep):
             objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable as
                 early as possible, by measured rates of encoding and uploading), or weights of size, speed and precision,
                 such as ``"0.6,0.4,0"``.
+            codecs: Rules ``"PATTERN=CODEC"``, one or a list, that assign a codec of :func:`tensorcask.codec.codecs` to tensors,
+                such as ``"model=tc.bitmask"``. A pattern is a role or a glob of names; the last rule that matches wins. A
+                chunk that the codec cannot encode, such as a chunk of a base for ``tc.bitmask``, gets another codec.
             precision: Which f32 tensors are rounded before they are stored; see below.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
@@ -161,7 +165,8 @@ class Store(Upkeep):
         ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a
         role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names. A setting is ``lossless``,
         ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``. A bound is the greatest
-        relative error. :meth:`Snapshot.rounding` reports the rounding errors.
+        relative error. A rule may name several settings, such as ``"exp_avg=cluster|blockwise8"``: the weights of
+        ``objective`` choose one for each tensor. :meth:`Snapshot.rounding` reports the rounding errors.
 
         >>> import struct
         >>> store = Store("memory://precision-example")
@@ -184,7 +189,7 @@ class Store(Upkeep):
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"))
 
         def save(rows: Rows) -> Saved:
@@ -289,6 +294,7 @@ class Store(Upkeep):
         base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
+        codecs: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -311,6 +317,7 @@ class Store(Upkeep):
             base_cache=base_cache,
             verify_after_encode=verify_after_encode,
             objective=objective,
+            codecs=codecs,
             precision=precision,
             statistics=statistics,
             check=check,

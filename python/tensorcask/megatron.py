@@ -34,6 +34,7 @@ text and bytes. An error names the path of any other value. Megatron itself writ
 | ``TENSORCASK_POLICY`` | policy of :meth:`tensorcask.Store.save` |
 | ``TENSORCASK_EVERY`` | *n*: every *n*-th save is a base, the others are deltas; short for the policy ``intermittent:n`` |
 | ``TENSORCASK_OBJECTIVE`` | objective of :meth:`tensorcask.Store.save` |
+| ``TENSORCASK_CODECS`` | rules that assign codecs, separated by spaces |
 | ``TENSORCASK_PRECISION`` | words of its precision, separated by spaces |
 
 Arguments override variables. All ranks need the same settings.
@@ -93,6 +94,8 @@ _COPIES = "tensorcask.copies_of_rank_"
 # Seconds between two looks at the state of a save.
 _INTERVAL = 0.05
 _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"}
+# Words separated by spaces.
+_LISTS = {"codecs": "TENSORCASK_CODECS", "precision": "TENSORCASK_PRECISION"}
 
 
 def save(
@@ -551,8 +554,7 @@ def _store_of(given: Store | str | None, folder: Path) -> tuple[Store, str]:
 
 def _from_environment() -> dict[str, Any]:
     found: dict[str, Any] = {option: os.environ[name] for option, name in _VARIABLES.items() if name in os.environ}
-    if "TENSORCASK_PRECISION" in os.environ:
-        found["precision"] = os.environ["TENSORCASK_PRECISION"].split()
+    found |= {option: os.environ[name].split() for option, name in _LISTS.items() if name in os.environ}
     every = os.environ.get("TENSORCASK_EVERY")
     if every is not None:
         if "policy" in found:

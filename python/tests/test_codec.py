@@ -1,9 +1,10 @@
-"""Codecs alone: each lossless codec restores every bit, with and without checks."""
+"""Codecs alone, where each lossless codec restores every bit, and codecs that rules assign to the tensors of a save."""
 
 import numpy as np
 import pytest
 import tensorcask
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tensorcask.codec import Coder, codecs
 
@@ -104,3 +105,18 @@ def test_what_does_not_fit_is_refused(steps):
             coder.decode_into(coder.encode(), bytearray(size))
     with pytest.raises(ValueError):
         coder.decode_into(coder.encode(), bytes(model.nbytes))
+
+
+def test_rules_assign_codecs_to_tensors_of_a_save(steps, url):
+    store = tensorcask.Store(url)
+    options = {"policy": "one_shot", "codecs": "model=tc.bitmask"}
+    saved = [store.save({"model": {"w": tensors["model"]}}, step=at, **options) for at, tensors in enumerate(steps)]
+    assert "tc.bitmask" not in saved[0].chunks and saved[1].chunks == {"tc.bitmask": 1}
+    writer = store.writer(policy="full", codecs=["model=tc.bitmask", "model=tc.planes"])
+    dcp.save({"model": {"w": steps[1]["model"]}}, checkpoint_id="step-2", storage_writer=writer, no_dist=True)
+    assert store.sql("SELECT DISTINCT codec FROM chunks", steps=[2]).fetchall() == [("tc.planes",)]
+    for at, tensors in enumerate((*steps, steps[1])):
+        assert torch.equal(store.load(at)["model"]["w"], tensors["model"])
+    for wrong, says in (("model=tc.nothing", "unknown codec"), ("model=tc.remainder", "cannot store bf16"), ("tc.planes", "PATTERN=CODEC")):
+        with pytest.raises(tensorcask.InvalidArgumentError, match=says):
+            store.save({"model": {"w": steps[0]["model"]}}, step=3, codecs=wrong)

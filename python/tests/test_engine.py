@@ -297,17 +297,18 @@ def test_a_second_trainer_is_refused_and_a_forked_process_has_none(url, folder):
 
 
 def test_options_are_checked_and_told(url, folder):
-    for wrong in ({"back_pressure": "hurry"}, {"encode": "never"}, {"on_agent_loss": "cry"}, {"precision": "vague"}, {"rank": 2, "world": 2}):
+    for wrong in ({"back_pressure": "hurry"}, {"encode": "never"}, {"on_agent_loss": "cry"}, {"precision": "vague"}, {"codecs": "w=tc.x"}, {"rank": 2, "world": 2}):
         with pytest.raises((ValueError, tensorcask.Error)):
             tensorcask.Engine(url, folder=folder, **wrong)
     with pytest.raises(TypeError, match="url"):
         tensorcask.Engine(tensorcask.Store(url), folder=folder)
     with pytest.raises(tensorcask.Error, match="could not be started"):
         tensorcask.Engine(url, folder=folder, agent=["/no/such/program"])
-    with tensorcask.Engine(url, folder=folder, precision="near", policy="intermittent:4", back_pressure="skip") as engine:
+    with tensorcask.Engine(url, folder=folder, precision="near", codecs="*=tc.raw", policy="intermittent:4", back_pressure="skip") as engine:
         engine.save({"exp_avg": {"w": torch.rand(1000)}}, step=1)
         assert engine.wait(timeout=60).reached
         assert [errors.setting for errors in tensorcask.Store(url).snapshot().rounding()] == ["loguniform:16"]
+        assert tensorcask.Store(url).sql("SELECT DISTINCT codec FROM chunks").fetchall() == [("tc.raw",)]
 
 
 def test_a_save_that_waits_is_ended_by_a_signal(url, folder):

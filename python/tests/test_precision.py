@@ -222,3 +222,9 @@ def test_what_the_callback_raises_ends_the_search():
     for tensor, evaluate in ((torch.ones(10), 3), (torch.ones(10).bfloat16(), fails)):
         with pytest.raises(ValueError):
             tensorcask.search_precision(tensor, evaluate)
+
+
+def test_weights_choose_between_the_settings_of_a_rule(url):
+    for step, (objective, setting) in enumerate((("1,0,0", "loguniform:8"), ("0,0,1", "cluster:16:sample:linear"))):
+        tensorcask.save(training_state(), url, step=step, policy="full", objective=objective, precision="exp_avg_sq=loguniform:8|cluster")
+        assert [errors.setting for errors in tensorcask.Store(url).snapshot(step).rounding()] == [setting]

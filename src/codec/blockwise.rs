@@ -92,6 +92,10 @@ impl Codec for Blockwise8 {
         "tc.blockwise8"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        dtype == Dtype::F32
+    }
+
     fn is_lossless(&self) -> bool {
         false
     }

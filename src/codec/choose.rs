@@ -1,7 +1,9 @@
-//! Picks the codec of a chunk by size and speed, with weights from the user. The result is never larger than raw.
+//! Picks the codec of a chunk by size and speed, with weights from the user, unless a rule assigns one. A chosen codec
+//! never takes more bytes than raw; an assigned one may.
 
 use bytes::Bytes;
 
+use super::objective::Measures;
 use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Objective, Raw, Registry};
 use crate::kernels::DefaultEnvironment;
 use crate::spare::Spare;
@@ -26,7 +28,7 @@ fn page_cost(bytes: u64) -> u64 {
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, check: EncodeCheck) -> Result<EncodedChunk> {
-    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, trial: &Trial::All };
+    let wanted = Wanted { objective, assigned: None, verify: check == EncodeCheck::Decode, decoded: false, trial: &Trial::All };
     Ok(encode_given(registry, wanted, chunk, None)?.encoded)
 }
 
@@ -87,6 +89,8 @@ pub(crate) enum ChosenBy {
     Estimate,
     /// The preferred codec. No other was tried.
     Preference,
+    /// The codec that a rule assigns to the tensor.
+    Rule,
     /// The best of the estimates by all codecs, because the result of the preferred codec was larger than expected.
     Fallback,
 }
@@ -96,6 +100,8 @@ pub(crate) enum ChosenBy {
 pub(crate) struct Wanted<'a> {
     /// Weights by which codecs are chosen.
     pub objective: Objective,
+    /// Id of the codec that a rule assigns to the chunk. The rule holds wherever this codec can encode the chunk.
+    pub assigned: Option<&'a str>,
     /// Whether the chunk is decoded again and compared with its source.
     pub verify: bool,
     /// Whether the decoded bytes are returned.
@@ -157,7 +163,11 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
     let crc_of_source = if wanted.verify { None } else { Some(crc32fast::hash(chunk.data)) };
     let Best { codec, encoded, by, levels } = encode_best(registry, wanted, chunk, given)?;
     let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
-    let is_sample = *wanted.trial == Trial::WithAndWithoutBase && wanted.objective.speed > 0 && given.is_none() && chunk.base.is_some();
+    let is_sample = *wanted.trial == Trial::WithAndWithoutBase
+        && by != ChosenBy::Rule
+        && wanted.objective.speed > 0
+        && given.is_none()
+        && chunk.base.is_some();
     let absolute = match is_sample && kind == ChunkKind::Delta {
         true => Some(absolute_form(registry, wanted, chunk)?),
         false => None,
@@ -189,16 +199,16 @@ struct Best<'r> {
     levels: Option<[LevelEstimate; LEVELS.len()]>,
 }
 
-/// Encodes a chunk with the preferred codec, if the result is as small as expected; otherwise with the lossless codec of
-/// the highest score, or with the given candidate.
+/// Encodes a chunk with the assigned codec; otherwise with the preferred codec, if the result is as small as expected;
+/// otherwise with the lossless codec of the highest score, or with the given candidate.
 fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>, given: Option<&'r Candidate>) -> Result<Best<'r>> {
-    let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
+    if let Some((codec, encoded)) = wanted.assigned.and_then(|id| encode_assigned(registry, id, chunk, given)).transpose()? {
+        return Ok(Best { codec, encoded, by: ChosenBy::Rule, levels: None });
+    }
     let raw_bytes = cost(&[chunk.data.len() as u64]);
-    let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
-    let is_candidate = |codec: &dyn Codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()));
     let mut tried: Option<(&dyn Codec, Encoded)> = None;
     if let (Trial::One(preferred), None) = (wanted.trial, given)
-        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()))
+        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref(), chunk))
         && let Ok(encoded) = codec.encode(&preferred.input(chunk))
     {
         let sizes = encoded.sizes();
@@ -209,15 +219,9 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
         tried = Some((codec.as_ref(), encoded)).filter(|_| preferred.uses_bases() || chunk.base.is_none());
     }
     let by = if matches!(wanted.trial, Trial::One(_)) { ChosenBy::Fallback } else { ChosenBy::Estimate };
-    let codecs = registry.iter().filter(|codec| is_candidate(codec.as_ref()));
-    let mut candidates: Vec<Estimate<'_>> =
-        codecs.filter_map(|codec| Some(Estimate { codec: codec.as_ref(), bytes: cost(&codec.estimate(chunk)?) })).collect();
-    if let Some(given) = given {
-        candidates.push(Estimate { codec: given.codec.as_ref(), bytes: cost(&given.encoded.sizes()) });
-    }
-    candidates.retain(|candidate| candidate.bytes <= raw_bytes);
+    let candidates = estimates(registry, chunk, given);
     let level = |objective| {
-        let (bytes, work) = best(objective, &candidates).map_or((raw_bytes, 0.0), |best| (best.bytes, best.work()));
+        let (bytes, work) = best(objective, &candidates).map_or((raw_bytes, 0.0), |best| (best.measures.bytes, best.measures.work));
         LevelEstimate { bytes, work }
     };
     let levels = Some(LEVELS.map(level));
@@ -233,25 +237,103 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
     if cost(&encoded.sizes()) <= raw_bytes { Ok(Best { codec, encoded, by, levels }) } else { raw() }
 }
 
-/// A codec and the bytes that it is expected to take, padding included.
+/// Encodes a chunk with the assigned codec; `None` if this codec cannot encode it. A lossy codec encodes only the chunks
+/// that it rounded itself.
+fn encode_assigned<'r>(
+    registry: &'r Registry,
+    id: &str,
+    chunk: &Chunk<'_>,
+    given: Option<&'r Candidate>,
+) -> Option<Result<(&'r dyn Codec, Encoded)>> {
+    if let Some(given) = given.filter(|given| given.codec.id() == id) {
+        return Some(Ok((given.codec.as_ref(), given.encoded.clone())));
+    }
+    let codec = registry.get(id).filter(|codec| codec.is_lossless() && codec.estimate(chunk).is_some())?;
+    Some(codec.encode(chunk).map(|encoded| (codec.as_ref(), encoded)))
+}
+
+/// A codec and what it is expected to take.
 #[derive(Clone, Copy)]
 struct Estimate<'r> {
     codec: &'r dyn Codec,
-    bytes: u64,
+    measures: Measures,
 }
 
-impl Estimate<'_> {
-    fn work(&self) -> f32 {
-        self.codec.cost().encode + self.codec.cost().decode
+impl<'r> Estimate<'r> {
+    fn new(codec: &'r dyn Codec, pages: &[u64]) -> Self {
+        let work = codec.cost().encode + codec.cost().decode;
+        Self { codec, measures: Measures { bytes: cost(pages), work, squares: 0.0 } }
     }
+}
+
+/// Bytes that pages add to a cask.
+fn cost(pages: &[u64]) -> u64 {
+    pages.iter().fold(0, |sum, &bytes| sum.saturating_add(page_cost(bytes)))
+}
+
+/// Whether a codec competes for a chunk.
+fn is_candidate(codec: &dyn Codec, chunk: &Chunk<'_>) -> bool {
+    let is_tiny = cost(&[chunk.data.len() as u64]) == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
+    codec.is_lossless() && !(is_tiny && is_futile(codec.id()))
+}
+
+/// The lossless codecs and the given candidate, without those that take more than raw. The work of the given candidate has
+/// rounded the chunk, so it comes on top of the work of all others.
+fn estimates<'r>(registry: &'r Registry, chunk: &Chunk<'_>, given: Option<&'r Candidate>) -> Vec<Estimate<'r>> {
+    let given = given.map(|given| Estimate::new(given.codec.as_ref(), &given.encoded.sizes()));
+    let rounding_work = given.map_or(0.0, |given| given.measures.work);
+    let codecs = registry.iter().filter(|codec| is_candidate(codec.as_ref(), chunk));
+    let estimates = codecs.filter_map(|codec| {
+        let Estimate { codec, measures } = Estimate::new(codec.as_ref(), &codec.estimate(chunk)?);
+        Some(Estimate { codec, measures: Measures { work: measures.work + rounding_work, ..measures } })
+    });
+    let raw_bytes = cost(&[chunk.data.len() as u64]);
+    estimates.chain(given).filter(|candidate| candidate.measures.bytes <= raw_bytes).collect()
 }
 
 /// The candidate of the highest score; `None` without a candidate.
 fn best<'r>(objective: Objective, candidates: &[Estimate<'r>]) -> Option<Estimate<'r>> {
-    let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, next| (least.0.min(next.bytes), least.1.min(next.work())));
-    let scored = candidates.iter().map(|&candidate| (objective.score((candidate.bytes, candidate.work()), least), candidate));
-    let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1.bytes < a.1.bytes) { b } else { a });
-    best.map(|(_, candidate)| candidate)
+    position_of_best(objective, candidates.iter().map(|candidate| candidate.measures)).and_then(|at| candidates.get(at).copied())
+}
+
+/// Position of the highest score. Ties go to the fewest bytes, then to the first.
+fn position_of_best(objective: Objective, all: impl Iterator<Item = Measures> + Clone) -> Option<usize> {
+    let least = all.clone().reduce(Measures::least)?;
+    let scored = all.map(|measures| (objective.score(measures, least), measures.bytes)).enumerate();
+    let best = scored.reduce(|a, b| if b.1.0 > a.1.0 || (b.1.0 == a.1.0 && b.1.1 < a.1.1) { b } else { a });
+    best.map(|(position, _)| position)
+}
+
+/// A chunk as one of several settings rounds it.
+#[derive(Debug)]
+pub(crate) struct RoundedForm<'a> {
+    /// The rounded chunk, without base.
+    pub chunk: Chunk<'a>,
+    /// The encoding by the codec that rounded the chunk.
+    pub given: Option<&'a Candidate>,
+    /// Declared work of rounding without a codec, in copies of the chunk.
+    pub work: f32,
+    /// Sum of the squared errors of all elements.
+    pub squares: f64,
+}
+
+/// Position of the form with the candidate of the highest score, among all codecs of all forms (BitSnap, equation 5), or
+/// those with the assigned codec; 0 if no codec can encode any form.
+pub(crate) fn best_form(registry: &Registry, objective: Objective, assigned: Option<&str>, forms: &[RoundedForm<'_>]) -> usize {
+    let _environment = DefaultEnvironment::enter();
+    let mut all: Vec<(usize, Estimate<'_>)> = Vec::new();
+    for (position, form) in forms.iter().enumerate() {
+        all.extend(estimates(registry, &form.chunk, form.given).into_iter().map(|Estimate { codec, measures }| {
+            let measures = Measures { work: measures.work + form.work, squares: form.squares, ..measures };
+            (position, Estimate { codec, measures })
+        }));
+    }
+    let is_assigned = |(_, candidate): &(usize, Estimate<'_>)| assigned == Some(candidate.codec.id());
+    if all.iter().any(is_assigned) {
+        all.retain(is_assigned);
+    }
+    let best = position_of_best(objective, all.iter().map(|(_, candidate)| candidate.measures));
+    best.and_then(|best| all.get(best)).map_or(0, |(position, _)| *position)
 }
 
 /// The chunk for codecs that may not use its base.
@@ -307,13 +389,20 @@ fn changed(what: &str) -> Error {
     )
 }
 
-/// Estimates the stored bytes of a chunk: by its best lossless codec or the given candidate, and never more than raw.
-pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>) -> u64 {
+/// Estimates the stored bytes of a chunk: by the assigned codec if it can encode the chunk; otherwise by the best lossless
+/// codec or the given candidate, and never more than raw.
+pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>, assigned: Option<&str>) -> u64 {
     if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;
     }
     let _environment = DefaultEnvironment::enter();
-    let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
+    let assigned = assigned.and_then(|id| match given.filter(|given| given.codec.id() == id) {
+        Some(given) => Some(given.encoded.sizes()),
+        None => registry.get(id).filter(|codec| codec.is_lossless()).and_then(|codec| codec.estimate(chunk)),
+    });
+    if let Some(sizes) = assigned {
+        return cost(&sizes);
+    }
     let raw = cost(&[chunk.data.len() as u64]).min(given.map_or(u64::MAX, |given| cost(&given.encoded.sizes())));
     let codecs = registry.iter().filter(|codec| codec.is_lossless());
     codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?))).fold(raw, u64::min)

@@ -302,6 +302,10 @@ impl Codec for Cluster {
         "tc.cluster"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        dtype == Dtype::F32
+    }
+
     fn is_lossless(&self) -> bool {
         false
     }

@@ -99,6 +99,10 @@ impl Codec for Factored {
         "tc.factored"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        names(dtype).is_ok()
+    }
+
     fn cost(&self) -> Cost {
         Cost { encode: 5.5, decode: 4.0 }
     }

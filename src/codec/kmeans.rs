@@ -242,6 +242,10 @@ impl Codec for KMeans {
         "tc.kmeans"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        dtype == Dtype::F32
+    }
+
     fn is_lossless(&self) -> bool {
         false
     }

@@ -241,6 +241,10 @@ impl Codec for LogUniform {
         "tc.loguniform"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        dtype == Dtype::F32
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::PerChunk
     }

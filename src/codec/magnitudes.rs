@@ -296,6 +296,10 @@ impl Codec for Magnitudes {
         "tc.magnitudes"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        names(dtype).is_ok()
+    }
+
     fn cost(&self) -> Cost {
         Cost { encode: 9.0, decode: 7.0 }
     }

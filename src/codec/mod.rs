@@ -29,6 +29,7 @@ mod replay;
 mod residual;
 mod rounded;
 mod rows;
+mod rules;
 mod terms;
 
 use std::borrow::Cow;
@@ -54,13 +55,15 @@ pub use remainder::Remainder;
 pub use replay::Replay;
 pub use rounded::Rounded;
 pub use rows::Rows;
+pub use rules::CodecRules;
 
 pub(crate) use candidate::Candidate;
 #[cfg(test)]
 pub(crate) use choose::LevelEstimate;
-pub(crate) use choose::{Chosen, ChosenBy, LEVELS, Preferred, Trial, Wanted, encode_given, estimate_chunk};
+pub(crate) use choose::{Chosen, ChosenBy, LEVELS, Preferred, RoundedForm, Trial, Wanted, best_form, encode_given, estimate_chunk};
 pub use choose::{EncodeCheck, encode_chunk};
 pub use objective::{Objective, ObjectiveSetting};
+pub(crate) use rules::check_assigned;
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;
@@ -304,6 +307,13 @@ pub trait Codec: Send + Sync + Debug {
     /// Whether chunks of this codec need the base.
     fn base_use(&self) -> BaseUse {
         BaseUse::Never
+    }
+
+    /// Whether a chunk of this element type, of a tensor of this role, can be encoded at all, given a suitable base and
+    /// partners. If not, [`Codec::estimate`] returns `None`.
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        let _ = (dtype, role);
+        true
     }
 
     /// Partners without which chunks of a tensor of this role cannot be decoded. Two roles must not need each other.

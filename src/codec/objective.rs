@@ -6,7 +6,9 @@ use crate::{Error, Result};
 ///
 /// The score of a candidate is the weighted sum of three scores from 0 to 1 (BitSnap, arXiv 2511.12376, equation 5).
 /// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`](super::Codec::cost)), not measured,
-/// so a choice does not depend on the speed of the machine. The precision score of a lossless codec is 1.
+/// so a choice does not depend on the speed of the machine. Precision is the mean squared error, relative to the least. It
+/// counts where a rule allows several settings ([`Precision::with_any`](crate::Precision::with_any)). The candidates of one
+/// chunk are lossless, and have the precision score 1.
 ///
 /// ```
 /// use tensorcask::codec::Objective;
@@ -58,11 +60,30 @@ impl Objective {
         }
     }
 
-    /// Scores a candidate by its bytes and work, relative to the least bytes and the least work of all candidates.
-    pub(super) fn score(self, (bytes, work): (u64, f32), (least_bytes, least_work): (u64, f32)) -> f64 {
-        let size = least_bytes as f64 / bytes.max(1) as f64;
-        let speed = f64::from(least_work) / f64::from(work.max(f32::MIN_POSITIVE));
-        f64::from(self.size) * size + f64::from(self.speed) * speed + f64::from(self.precision)
+    /// Scores a candidate by its measures, relative to the least of all candidates.
+    pub(super) fn score(self, candidate: Measures, least: Measures) -> f64 {
+        let size = least.bytes as f64 / candidate.bytes.max(1) as f64;
+        let speed = f64::from(least.work) / f64::from(candidate.work.max(f32::MIN_POSITIVE));
+        let precision = if candidate.squares > least.squares { least.squares / candidate.squares } else { 1.0 };
+        f64::from(self.size) * size + f64::from(self.speed) * speed + f64::from(self.precision) * precision
+    }
+}
+
+/// Measures of one way to store a chunk.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Measures {
+    /// Bytes in the cask, padding included.
+    pub bytes: u64,
+    /// Declared work, in copies of the chunk.
+    pub work: f32,
+    /// Sum of the squared errors of all elements.
+    pub squares: f64,
+}
+
+impl Measures {
+    /// The least of each measure.
+    pub(super) fn least(self, other: Self) -> Self {
+        Self { bytes: self.bytes.min(other.bytes), work: self.work.min(other.work), squares: self.squares.min(other.squares) }
     }
 }
 

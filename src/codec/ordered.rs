@@ -79,6 +79,10 @@ impl Codec for Ordered {
         "tc.ordered"
     }
 
+    fn supports(&self, dtype: Dtype, _: &str) -> bool {
+        exponent_of(dtype).is_some()
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::Always
     }

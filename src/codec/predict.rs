@@ -292,6 +292,10 @@ impl Codec for Predict {
         "tc.predict"
     }
 
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        dtype == Dtype::F32 && ["master", SECOND].contains(&role)
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::Always
     }

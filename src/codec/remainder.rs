@@ -154,6 +154,10 @@ impl Codec for Remainder {
         "tc.remainder"
     }
 
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        dtype == Dtype::F32 && role == "master"
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::Never
     }

@@ -74,6 +74,10 @@ impl Codec for Rounded {
         Self::ID
     }
 
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        dtype == Dtype::F32 && ROLES.contains(&role)
+    }
+
     fn cost(&self) -> Cost {
         Cost { encode: 3.5, decode: 2.5 }
     }

@@ -220,6 +220,7 @@ impl<'a> Rewriter<'a> {
                     place: ChunkPlace { shard: source.label(directory), chunk: unit.chunk },
                     chunk,
                     rounded: rounded.as_ref(),
+                    assigned: None,
                     partners: source.partners.iter().filter_map(link).collect(),
                     is_encoded: true,
                     trial,

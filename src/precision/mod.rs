@@ -10,8 +10,6 @@ mod report;
 mod search;
 mod setting;
 
-use globset::{Glob, GlobMatcher};
-
 pub use auto::{MeasuredChange, PrecisionDecision, PrecisionReason, Profile, ProfileErrors};
 pub(crate) use auto::{SampledErrors, StateSample};
 pub(crate) use quantize::{Rounded, round};
@@ -20,6 +18,7 @@ pub use report::{ChunkRounding, RoundingReport, TensorRounding};
 pub use search::{RoundingChoice, search};
 pub use setting::Setting;
 
+use crate::tensor::TensorPattern;
 use crate::{Error, Result};
 
 /// Rules that select the precision of each tensor. The last matching rule applies. A tensor without a matching rule is
@@ -53,10 +52,10 @@ pub struct BoundedSetting {
 
 #[derive(Debug, Clone)]
 struct Rule {
-    /// Role, or glob of names.
-    pattern: String,
-    glob: GlobMatcher,
-    bounded: BoundedSetting,
+    pattern: TensorPattern,
+    /// At least one. The writer chooses between several.
+    settings: Vec<Setting>,
+    bound: Option<f64>,
 }
 
 impl PartialEq for Precision {
@@ -115,29 +114,34 @@ impl Precision {
         let mut precision = Self::lossless();
         for (role, setting) in master.chain(moments) {
             // Names of roles are valid globs.
-            if let Ok(glob) = Glob::new(role) {
-                let bounded = BoundedSetting { setting, bound: None };
-                precision.rules.push(Rule { pattern: (*role).to_owned(), glob: glob.compile_matcher(), bounded });
+            if let Ok(pattern) = TensorPattern::parse(role) {
+                precision.rules.push(Rule { pattern, settings: vec![setting], bound: None });
             }
         }
         precision
     }
 
     /// Adds a rule for tensors of role `pattern`, or whose names match the glob `pattern`.
-    pub fn with(mut self, pattern: &str, setting: Setting, bound: Option<f64>) -> Result<Self> {
-        setting.check()?;
+    pub fn with(self, pattern: &str, setting: Setting, bound: Option<f64>) -> Result<Self> {
+        self.with_any(pattern, &[setting], bound)
+    }
+
+    /// Adds a rule with several settings. The writer chooses one of them for each tensor, by the scores of size, speed and
+    /// precision of its [`Objective`](crate::codec::Objective).
+    pub fn with_any(mut self, pattern: &str, settings: &[Setting], bound: Option<f64>) -> Result<Self> {
+        if settings.is_empty() {
+            return Err(Error::invalid(format!("the rule for `{}` has no setting", pattern.escape_debug())));
+        }
+        settings.iter().try_for_each(Setting::check)?;
         if let Some(bound) = bound.filter(|bound| !(bound.is_finite() && *bound >= 0.0)) {
             return Err(Error::invalid(format!("the bound {bound} is not a relative error such as 0.01")));
         }
-        let glob = Glob::new(pattern);
-        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", pattern.escape_debug())))?;
-        let bounded = BoundedSetting { setting, bound };
-        self.rules.push(Rule { pattern: pattern.to_owned(), glob: glob.compile_matcher(), bounded });
+        self.rules.push(Rule { pattern: TensorPattern::parse(pattern)?, settings: settings.to_vec(), bound });
         Ok(self)
     }
 
     /// Parses profiles (`lossless`, `near`, `compact`, `auto`) and rules (`PATTERN=SETTING`, `PATTERN=SETTING<=BOUND`), in
-    /// order. A profile replaces all earlier words.
+    /// order. A profile replaces all earlier words. A rule may name several settings: `PATTERN=SETTING|SETTING`.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut precision = Self::lossless();
         for word in words {
@@ -149,7 +153,7 @@ impl Precision {
                 rule => {
                     let unknown = || {
                         Error::invalid(format!(
-                            "`{}` is not a precision; use lossless, near, compact, auto, or PATTERN=SETTING with a role or a glob of names, and one of {}",
+                            "`{}` is not a precision; use lossless, near, compact, auto, or PATTERN=SETTING with a role or a glob of names, and one or several (A|B) of {}",
                             rule.escape_debug(),
                             Setting::FORMS
                         ))
@@ -160,9 +164,10 @@ impl Precision {
                     };
                     // Names and settings may both contain `=`.
                     let splits = rule.match_indices('=').rev().map(|(at, _)| (&rule[..at], &rule[at + 1..]));
-                    let found = splits.into_iter().find_map(|(pattern, setting)| Some((pattern, setting.parse().ok()?)));
-                    let (pattern, setting) = found.ok_or_else(unknown)?;
-                    precision.with(pattern, setting, bound)?
+                    let parse = |settings: &str| settings.split('|').map(|setting| setting.parse().ok()).collect::<Option<Vec<Setting>>>();
+                    let found = splits.into_iter().find_map(|(pattern, settings)| Some((pattern, parse(settings)?)));
+                    let (pattern, settings) = found.ok_or_else(unknown)?;
+                    precision.with_any(pattern, &settings, bound)?
                 }
             };
         }
@@ -181,22 +186,36 @@ impl Precision {
     /// ```
     pub fn words(&self) -> Vec<String> {
         let word = |rule: &Rule| {
-            let bound = rule.bounded.bound.map_or(String::new(), |bound| format!("<={bound}"));
-            format!("{}={}{bound}", rule.pattern, rule.bounded.setting)
+            let bound = rule.bound.map_or(String::new(), |bound| format!("<={bound}"));
+            let settings: Vec<String> = rule.settings.iter().map(Setting::to_string).collect();
+            format!("{}={}{bound}", rule.pattern.text(), settings.join("|"))
         };
         self.is_auto.then(|| "auto".to_owned()).into_iter().chain(self.rules.iter().map(word)).collect()
     }
 
-    /// Returns the setting and bound of a tensor. With `auto`, those of its own rules.
+    /// Returns the setting and bound of a tensor; of several settings, the first. With `auto`, those of its own rules.
     pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
-        let fits = |rule: &&Rule| rule.pattern == role || rule.glob.is_match(name);
-        let found = self.rules.iter().rev().find(fits).map(|rule| rule.bounded);
-        found.unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
+        self.alternatives(role, name).first().copied().unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
+    }
+
+    /// Returns all settings that the rule of a tensor allows, each with its bound. Empty without a rule.
+    ///
+    /// ```
+    /// use tensorcask::Precision;
+    /// let precision = Precision::parse(["exp_avg=cluster|blockwise8|lossless<=0.05"])?;
+    /// let settings = precision.alternatives("exp_avg", "optim.exp_avg.w");
+    /// assert_eq!((settings.len(), settings[1].bound), (3, Some(0.05)));
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn alternatives(&self, role: &str, name: &str) -> Vec<BoundedSetting> {
+        let found = self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name));
+        let all = |rule: &Rule| rule.settings.iter().map(|&setting| BoundedSetting { setting, bound: rule.bound }).collect();
+        found.map_or_else(Vec::new, all)
     }
 
     /// Returns whether no rule rounds, and no save chooses one that does.
     pub fn is_lossless(&self) -> bool {
-        !self.is_auto && self.rules.iter().all(|rule| rule.bounded.setting == Setting::Lossless)
+        !self.is_auto && self.rules.iter().flat_map(|rule| &rule.settings).all(|setting| *setting == Setting::Lossless)
     }
 }
 

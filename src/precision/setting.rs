@@ -79,6 +79,14 @@ impl Setting {
         }
     }
 
+    /// Declared work of rounding a chunk, in copies of the chunk. The work of a codec that rounds is that of its encoding.
+    pub(crate) fn work(&self) -> f32 {
+        match self {
+            Self::LogUniform { .. } | Self::Remainder { .. } => 1.0,
+            Self::Lossless | Self::Cluster(_) | Self::KMeans(_) | Self::Blockwise8 => 0.0,
+        }
+    }
+
     /// Returns whether each number is rounded on its own. Then equal numbers stay equal, whatever else the chunk
     /// contains.
     pub(crate) fn is_elementwise(&self) -> bool {

@@ -16,5 +16,6 @@ pub use shape::{Rect, Slice};
 pub use view::{Blob, Tensor, TensorView};
 
 pub(crate) use bits::copy_run;
+pub(crate) use pattern::TensorPattern;
 pub(crate) use role::{is_moment, is_parameter};
 pub(crate) use shape::{Run, contiguous_runs, element_count, element_span, format_shape, rects_of_run, tiles};

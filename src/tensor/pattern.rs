@@ -1,6 +1,6 @@
-//! Patterns of tensor names, as users write them.
+//! Patterns of tensors, as users write them: globs of names, and roles.
 
-use globset::{Glob, GlobSet, GlobSetBuilder};
+use globset::{Glob, GlobMatcher, GlobSet, GlobSetBuilder};
 
 use crate::{Error, Result};
 
@@ -28,5 +28,30 @@ impl NamePatterns {
     /// Whether a name matches one of the patterns.
     pub fn matches(&self, name: &str) -> bool {
         self.0.is_match(name)
+    }
+}
+
+/// Pattern of tensors in a rule: a role, or a glob of names.
+#[derive(Debug, Clone)]
+pub(crate) struct TensorPattern {
+    text: String,
+    glob: GlobMatcher,
+}
+
+impl TensorPattern {
+    /// Parses a pattern.
+    pub(crate) fn parse(text: &str) -> Result<Self> {
+        let glob = Glob::new(text).map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", text.escape_debug())))?;
+        Ok(Self { text: text.to_owned(), glob: glob.compile_matcher() })
+    }
+
+    /// The pattern as it was written.
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Whether the pattern is the role of a tensor, or matches the tensor's name.
+    pub(crate) fn matches(&self, role: &str, name: &str) -> bool {
+        self.text == role || self.glob.is_match(name)
     }
 }

@@ -71,6 +71,9 @@ fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>, damaged: &mut Vec<Encoded>) 
         refuse(codec, chunk)?;
         return Ok(false);
     };
+    if !codec.supports(chunk.dtype, chunk.role) {
+        return Err(fail(format!("estimated a chunk of {} of role `{}`, which it says it does not support", chunk.dtype, chunk.role)));
+    }
     let encoded = codec.encode(chunk)?;
     if codec.encode(chunk)? != encoded {
         return Err(fail("encoding the same chunk twice gave different bytes"));

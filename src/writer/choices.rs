@@ -122,9 +122,12 @@ impl Choices {
         self.families.get(family).is_some_and(|family| family.last_is_unchanged)
     }
 
-    /// Takes over the result of a chunk.
+    /// Takes over the result of a chunk. A codec that a rule assigned says nothing about other chunks.
     pub(crate) fn learn(&mut self, family: &ChunkFamily, decoded_bytes: u64, chosen: &Chosen) {
         let Some(family) = self.families.get_mut(family) else { return };
+        if chosen.by == ChosenBy::Rule {
+            return;
+        }
         let kind = chosen.encoded.kind;
         family.last_is_unchanged = kind == ChunkKind::Unchanged;
         if !family.last_is_unchanged {

@@ -31,6 +31,7 @@ use crate::{Blob, Error, ErrorKind, NamePatterns, Result, Retention, RoundingRep
 #[boxed]
 pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
+    options.codecs.check(store.registry())?;
     let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
     let id = match options.id {
         Some(id) => id,

@@ -12,7 +12,7 @@ use super::schedule::{Unit, Window};
 use super::unit::PartnerLink;
 use super::window::WindowChunks;
 use crate::chain::DeltaEstimate;
-use crate::codec::{Chunk, Partner, estimate_chunk};
+use crate::codec::{Candidate, Chunk, Partner, estimate_chunk};
 use crate::{Result, boxed, parallel};
 
 /// Largest number of chunks in the sample, however large the state is.
@@ -38,10 +38,12 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
         let partners: Vec<Partner<'_>> = chunks.partners[index].iter().map(partner).collect();
         let chunk = Chunk { partners: &partners, ..input.codec_chunk(at, &rounded[index].data)? };
         let given = rounded[index].given.as_ref();
-        let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
+        let assigned = input.assigned_codec(input.tensor(at));
+        let estimate = |chunk: &Chunk<'_>, given: Option<&Candidate>| estimate_chunk(registry, chunk, given, assigned);
+        let absolute = estimate(&chunk, given.filter(|given| !given.encoded.uses_base));
         let delta = match (&bases[index], input.checkable_rows(at)?) {
-            (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
-            (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
+            (Some(base), _) => estimate(&Chunk { base: Some(base), ..chunk }, given),
+            (None, Some(rows)) => estimate(&Chunk { changed_rows: Some(&rows), ..chunk }, given),
             (None, None) => absolute,
         };
         Ok(ChunkSizes { decoded: chunk.data.len() as u64, absolute, delta })

@@ -9,7 +9,8 @@ use super::cask_writer::{ChunkPlace, ShardLabel};
 use super::changed_rows::ChangedRows;
 use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
-use crate::codec::Chunk;
+use super::settings::ChosenSettings;
+use crate::codec::{Chunk, Codec, Rows, check_assigned};
 use crate::precision::BoundedSetting;
 use crate::tensor::ChunkGrid;
 use crate::{Error, Precision, Result, Store, TensorView};
@@ -35,6 +36,8 @@ pub(super) struct SaveInput<'a> {
     /// Precision of this save.
     pub precision: &'a Precision,
     pub changed_rows: &'a ChangedRows,
+    /// Settings that were chosen for tensors whose rules allow several.
+    pub settings: &'a ChosenSettings,
     /// Training step of the state.
     pub step: u64,
     pub layout: &'a StateLayout<'a>,
@@ -79,7 +82,33 @@ impl<'a> SaveInput<'a> {
 
     /// Setting and bound by which a tensor is rounded.
     pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> BoundedSetting {
-        self.precision.of(&tensor.description.role, &tensor.description.name)
+        let (role, name) = (&tensor.description.role, &tensor.description.name);
+        self.settings.of(name).unwrap_or_else(|| self.precision.of(role, name))
+    }
+
+    /// Settings that the rule of a tensor allows. Empty without a rule.
+    pub(super) fn alternatives(&self, tensor: &LayoutTensor<'_>) -> Vec<BoundedSetting> {
+        self.precision.alternatives(&tensor.description.role, &tensor.description.name)
+    }
+
+    /// Id of the codec that a rule assigns to a tensor.
+    pub(super) fn assigned_codec(&self, tensor: &LayoutTensor<'_>) -> Option<&'a str> {
+        self.options.codecs.of(&tensor.description.role, &tensor.description.name)
+    }
+
+    /// Checks that the rules assign only codecs that exist and can store their tensors.
+    pub(super) fn check_codecs(&self) -> Result<()> {
+        let registry = self.store.registry();
+        self.options.codecs.check(registry)?;
+        for tensor in &self.layout.tensors {
+            let Some(codec) = self.assigned_codec(tensor).and_then(|id| registry.get(id)) else { continue };
+            let rounds = |bounded: &BoundedSetting| bounded.setting.codec().is_some_and(|rounding| rounding.id() == codec.id());
+            let may_round = self.alternatives(tensor).iter().any(rounds);
+            let description = &tensor.description;
+            let checked = check_assigned(codec.as_ref(), description.dtype, &description.role, may_round);
+            checked.map_err(|e| e.tensor(&description.name))?;
+        }
+        Ok(())
     }
 
     /// Rows of a chunk that may differ from its base; `None` if the caller named none, or if the chunk has no base.
@@ -92,6 +121,14 @@ impl<'a> SaveInput<'a> {
         // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then
         // differ from the base.
         if !self.precision(self.tensor(at)).setting.is_elementwise() {
+            return Ok(None);
+        }
+        // Rows that did not change may differ from a base with another setting.
+        if self.settings.of(&self.tensor(at).description.name).is_some() {
+            return Ok(None);
+        }
+        // With these rows, the base is not read. An assigned codec may need it.
+        if self.assigned_codec(self.tensor(at)).is_some_and(|codec| codec != Rows.id()) {
             return Ok(None);
         }
         self.changed_rows.of_chunk(parent.snapshot.record().id, self.view(at), at.chunk)

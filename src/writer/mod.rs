@@ -14,6 +14,7 @@
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
+//! | `settings` | which precision a tensor gets, if its rule allows several |
 //! | `finite` | check for NaN and infinities |
 //! | `unchanged` | warning of parameters that stay the same |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
@@ -50,6 +51,7 @@ mod receipts;
 mod rounding;
 mod save;
 mod schedule;
+mod settings;
 mod spared;
 mod statistics;
 mod unchanged;
@@ -78,7 +80,7 @@ use unchanged::UnchangedTensors;
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
-use crate::codec::ObjectiveSetting;
+use crate::codec::{CodecRules, ObjectiveSetting};
 use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
 use crate::precision::PrecisionDecision;
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
@@ -103,6 +105,8 @@ pub struct WriterOptions {
     pub base_cache: BaseKeeping,
     /// Goal of the choice of codecs: weights of size and speed, or the least time until the save is durable.
     pub objective: ObjectiveSetting,
+    /// Codecs that are assigned to tensors. By default the objective chooses the codecs of all tensors.
+    pub codecs: CodecRules,
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded. [`Precision::auto`]
     /// is for saves of whole states: a commit of receipts takes the decision from the receipt of the only rank.
     pub precision: Precision,
@@ -145,6 +149,7 @@ impl Default for WriterOptions {
             policy: Policy::default(),
             base_cache: BaseKeeping::default(),
             objective: ObjectiveSetting::default(),
+            codecs: CodecRules::default(),
             precision: Precision::default(),
             earlier_precision: None,
             verify_after_encode: true,

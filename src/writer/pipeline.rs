@@ -29,6 +29,7 @@ use super::parent::Parent;
 use super::plan::SavePlan;
 use super::rounding::RoundingRecord;
 use super::schedule::{Entry, Window};
+use super::settings::ChosenSettings;
 use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
@@ -54,6 +55,8 @@ pub(super) struct SavePipeline {
     pub base: BaseCache,
     /// Rows that changed since that state, as far as callers named them.
     pub changed_rows: ChangedRows,
+    /// Settings that were chosen for tensors whose rules allow several.
+    settings: ChosenSettings,
     /// Codecs that were chosen in earlier saves, by objective.
     choices: HashMap<Objective, Choices>,
     /// Measured rates, for the objective `auto`.
@@ -120,14 +123,14 @@ impl UploadedCasks {
 impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
         let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
-        let precision = options.precision.clone();
-        Self { store, options, precision, base, changed_rows, choices: HashMap::new(), pace: Pace::default(), ahead: None }
+        let (settings, precision) = (ChosenSettings::default(), options.precision.clone());
+        Self { store, options, precision, base, changed_rows, settings, choices: HashMap::new(), pace: Pace::default(), ahead: None }
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
     pub(super) fn input<'a>(&'a self, step: u64, layout: &'a StateLayout<'a>, parent: Option<&'a Parent>) -> SaveInput<'a> {
-        let Self { store, options, precision, changed_rows, .. } = self;
-        SaveInput { store, options, precision, changed_rows, step, layout, parent }
+        let Self { store, options, precision, changed_rows, settings, .. } = self;
+        SaveInput { store, options, precision, changed_rows, settings, step, layout, parent }
     }
 
     /// Sets the precision of the next saves. Codecs that were chosen for numbers of another precision are forgotten.
@@ -136,6 +139,14 @@ impl SavePipeline {
             self.choices.clear();
             self.precision = precision;
         }
+    }
+
+    /// Chooses a setting for each tensor whose rule allows several: again for a base, and for a delta where none is known.
+    pub(super) fn choose_settings(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<()> {
+        let mut settings = if parent.is_some() { std::mem::take(&mut self.settings) } else { ChosenSettings::default() };
+        let chosen = settings.choose(&self.input(step, layout, parent));
+        self.settings = settings;
+        chosen
     }
 
     /// Whether the pipeline keeps a state that is saved against this parent, as the base of the next delta.
@@ -171,8 +182,10 @@ impl SavePipeline {
     #[boxed]
     pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
-        let Self { store, options, precision, base, changed_rows, choices, pace, ahead } = self;
-        let input = SaveInput { store, options, precision, changed_rows, step, layout, parent };
+        self.input(step, layout, parent).check_codecs()?;
+        self.choose_settings(step, layout, parent)?;
+        let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead } = self;
+        let input = SaveInput { store, options, precision, changed_rows, settings, step, layout, parent };
         let mut slots = layout.slots();
         let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
         if is_rounded || options.statistics {

@@ -91,6 +91,7 @@ impl Writer {
     async fn reconsider_delta(&mut self, request: &Request<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
         let &Request { step, layout, .. } = request;
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
+        self.pipeline.choose_settings(step, layout, Some(base))?;
         let is_auto = self.pipeline.options.objective == ObjectiveSetting::Auto;
         match estimate(&self.pipeline.input(step, layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {

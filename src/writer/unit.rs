@@ -21,6 +21,8 @@ pub(crate) struct UnitChunk<'a> {
     pub chunk: Chunk<'a>,
     /// The chunk as the codec that rounded it encoded it.
     pub rounded: Option<&'a Candidate>,
+    /// Id of the codec that a rule assigns to the tensor.
+    pub assigned: Option<&'a str>,
     pub partners: Vec<PartnerLink>,
     /// Whether the chunk is encoded. Other chunks are only partners.
     pub is_encoded: bool,
@@ -79,7 +81,8 @@ pub(crate) fn encode_unit(
         let trial = &member.trial;
         // Statistics and the check read the bytes that are stored: the source may have changed since they were encoded.
         let is_wanted = is_partner || options.statistics || options.finite;
-        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_wanted, trial };
+        let EncodeOptions { objective, verify_after_encode: verify, .. } = options;
+        let wanted = Wanted { objective, assigned: member.assigned, verify, decoded: is_wanted, trial };
         let mut chosen = encode_given(registry, wanted, &chunk, member.rounded).map_err(|e| member.place.locate(e))?;
         let own = chosen.decoded.take();
         let has_base = chunk.base.is_some() || chunk.changed_rows.is_some();
@@ -123,7 +126,7 @@ fn encode_alone(registry: &Registry, options: EncodeOptions, member: &UnitChunk<
         return Ok(encoded.clone());
     }
     let chunk = Chunk { base: None, changed_rows: None, partners: &[], ..member.chunk };
-    let wanted = Wanted { objective: options.objective, verify: false, decoded: false, trial: &Trial::All };
+    let wanted = Wanted { objective: options.objective, assigned: None, verify: false, decoded: false, trial: &Trial::All };
     Ok(encode_given(registry, wanted, &chunk, None).map_err(|e| member.place.locate(e))?.encoded)
 }
 

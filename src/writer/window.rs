@@ -63,7 +63,8 @@ pub(super) async fn encode_window<'a>(
                 Chunk { base: bases[index].as_deref(), changed_rows: changed_rows.as_deref(), ..input.codec_chunk(at, &form.data)? };
             let (partners, is_encoded) = (chunks.partners[index].clone(), chunks.is_encoded[index]);
             let (rounded, trial) = (form.given.as_ref(), chunks.trials[index].clone());
-            unit.push(UnitChunk { place: input.place(at), chunk, rounded, partners, is_encoded, trial });
+            let assigned = input.assigned_codec(input.tensor(at));
+            unit.push(UnitChunk { place: input.place(at), chunk, rounded, assigned, partners, is_encoded, trial });
         }
         encode_unit(input.store.registry(), options, standalone, &unit)
     };
@@ -143,6 +144,7 @@ impl WindowChunks {
                 // Rounding may depend on the base. Changed rows make a base unnecessary already.
                 let is_free = input.precision(input.tensor(at)).setting == Setting::Lossless && input.changed_rows(at)?.is_none();
                 let preferred = match &self.trials[index] {
+                    _ if input.assigned_codec(input.tensor(at)).is_some() => None,
                     Trial::One(preferred) if is_free && !choices.expects_unchanged(family) => Some(preferred),
                     _ => None,
                 };

@@ -18,6 +18,7 @@ mod bisect;
 mod chains;
 #[cfg(unix)]
 mod changing_tensors;
+mod codec_rules;
 mod codecs;
 mod commits;
 mod common;
@@ -40,6 +41,7 @@ mod objective;
 mod opening;
 mod partners;
 mod precision;
+mod precision_choice;
 mod ranks;
 mod replaced;
 mod roundtrip;

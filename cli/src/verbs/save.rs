@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
-use tensorcask::codec::ObjectiveSetting;
+use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
     BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, SavedSnapshot, TensorView,
@@ -58,9 +58,15 @@ pub(crate) struct Args {
     /// which measures encoding and uploading and makes the save durable as early as possible
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: ObjectiveSetting,
+    /// Codec of matching tensors, such as tc.bitmask, instead of the choice by the objective. PATTERN is a role or a glob of
+    /// names. A chunk that this codec cannot encode, such as a chunk of a base for tc.bitmask, gets another codec.
+    /// Repeatable; the last match wins
+    #[arg(long, value_name = "PATTERN=CODEC", value_parser = parse::codec)]
+    codec: Vec<String>,
     /// Precision of stored tensors: a profile (lossless, near, compact), auto, which chooses one of them by measured errors and
-    /// the stage of the training, or PATTERN=SETTING. PATTERN is a role or a glob of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
-    /// bound the relative error. Repeatable; the last match wins
+    /// the stage of the training, or PATTERN=SETTING. PATTERN is a role or a glob of names. SETTING is loguniform:STEPS,
+    /// remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to bound the relative error. Of several settings,
+    /// as in A|B, the weights of --objective choose one for each tensor. Repeatable; the last match wins
     #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
     precision: Vec<String>,
     /// Role (model, master, exp_avg, ...) and parameter of matching tensors, instead of those guessed from the names.
@@ -177,6 +183,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         // This process saves once and needs no base in memory.
         base_cache: BaseKeeping::None,
         objective: args.objective,
+        codecs: CodecRules::parse(args.codec.iter().map(String::as_str))?,
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
         statistics: args.statistics,

@@ -119,6 +119,29 @@ fn codecs_serve_an_objective_and_roles_may_be_told() {
 }
 
 #[test]
+fn a_codec_is_assigned_by_role_or_name() {
+    let place = Place::new();
+    for step in [1000, 1001] {
+        let input = training_file(step);
+        let saved = place.json(&format!("save @run --policy consecutive --step {step} --codec model=tc.bitmask {}", input.display()));
+        conforms("save", &saved);
+        assert_eq!(saved["chunks"].get("tc.bitmask"), (step == 1001).then_some(&json!(6)), "a base has no base to compare with: {saved}");
+        place.json("restore @run -o @out.safetensors");
+        assert_eq!(content(&place.path("out.safetensors")), content(&input));
+    }
+    let other = |rules: &str| format!("save @other --step 1 {rules} {}", training_file(1000).display());
+    let (code, error) = place.error(&other("--codec *=tc.raw --codec *.ln_1.bias=tc.ordered --codec model=tc.remainder"));
+    assert_eq!((code, &error["kind"]), (1, &json!("invalid_argument")), "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("tc.remainder") && message.contains("cannot store bf16 of role `model`"), "{error}");
+    for (wrong, cause) in [("model=tc.bitmsk", "unknown codec"), ("tc.raw", "PATTERN=CODEC")] {
+        let output = place.run(&other(&format!("--codec {wrong}")));
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        assert!(stderr(&output).contains(cause), "{}", stderr(&output));
+    }
+}
+
+#[test]
 fn what_is_rounded_is_told_by_every_verb() {
     let place = Place::new();
     let input = training_file(1000);

@@ -241,6 +241,10 @@ impl Codec for Gradient {
         "tc.gradient"
     }
 
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        dtype == Dtype::F32 && [FIRST, SECOND].contains(&role)
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::Always
     }

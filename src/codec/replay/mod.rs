@@ -172,6 +172,10 @@ impl Codec for Replay {
         "tc.replay"
     }
 
+    fn supports(&self, dtype: Dtype, role: &str) -> bool {
+        dtype == Dtype::F32 && ["master", SECOND].contains(&role)
+    }
+
     fn base_use(&self) -> BaseUse {
         BaseUse::Always
     }
