@@ -11,6 +11,8 @@ use crate::status::SaveStatus;
 #[derive(Debug, Clone, Default)]
 pub(super) struct SaveLog {
     saves: VecDeque<SaveStatus>,
+    /// What happened to saves whose note has not arrived: an agent may encode a state before it hears of its save.
+    early: BTreeMap<u64, SaveStatus>,
     /// Start of the call of each save that is not committed yet, in milliseconds since 1970.
     begun_ms: BTreeMap<u64, u64>,
     /// Number of saves that failed for good.
@@ -64,7 +66,10 @@ impl SaveLog {
     }
 
     pub(super) fn on_saved(&mut self, note: &SaveNote, queue_depth: u64) {
-        self.begun_ms.insert(note.generation, note.time_ms);
+        let early = self.early.remove(&note.generation).unwrap_or_default();
+        if early.upload_ms.is_none() {
+            self.begun_ms.insert(note.generation, note.time_ms);
+        }
         self.saves.push_back(SaveStatus {
             step: note.step,
             generation: note.generation,
@@ -72,7 +77,7 @@ impl SaveLog {
             copy_ms: note.copy_ms,
             bytes_in: note.bytes,
             queue_depth,
-            ..SaveStatus::default()
+            ..early
         });
         let has_ended = |save: &SaveStatus| save.upload_ms.is_some() || save.error.is_some();
         while self.saves.len() > MAX_SAVES && (self.saves.len() > MAX_WAITING || self.saves.front().is_some_and(has_ended)) {
@@ -81,25 +86,22 @@ impl SaveLog {
     }
 
     pub(super) fn on_encoded(&mut self, generation: u64, encoding: Encoding) {
-        if let Some(save) = self.find(generation) {
-            (save.encode_ms, save.bytes_out) = (Some(encoding.encode_ms), Some(encoding.stored_bytes));
-            save.kind = Some(encoding.kind);
-        }
+        let save = self.find_or_note(generation);
+        (save.encode_ms, save.bytes_out) = (Some(encoding.encode_ms), Some(encoding.stored_bytes));
+        save.kind = Some(encoding.kind);
     }
 
     pub(super) fn on_failed(&mut self, generation: u64, why: &str) {
-        if let Some(save) = self.find(generation) {
-            save.error = Some(why.to_owned());
-        }
+        self.find_or_note(generation).error = Some(why.to_owned());
     }
 
-    /// Notes that a save is committed in the first tier; returns its status.
+    /// Notes that a save is committed in the first tier; returns its status, if its note has arrived.
     pub(super) fn on_committed(&mut self, generation: u64, times: UploadTimes) -> Option<SaveStatus> {
         let begun = self.begun_ms.remove(&generation);
-        let save = self.find(generation)?;
+        let save = self.find_or_note(generation);
         (save.upload_ms, save.ahead_bytes) = (Some(times.upload_ms), Some(times.ahead_bytes));
         save.commit_ms = begun.map(|begun| times.time_ms.saturating_sub(begun) as f64);
-        Some(save.clone())
+        self.find(generation).cloned()
     }
 
     /// Forgets the start of saves up to this generation, which may never have been encoded.
@@ -110,9 +112,49 @@ impl SaveLog {
     fn find(&mut self, generation: u64) -> Option<&mut SaveStatus> {
         self.saves.iter_mut().rfind(|save| save.generation == generation)
     }
+
+    /// The status of a save, or a place for what happens before its note arrives.
+    fn find_or_note(&mut self, generation: u64) -> &mut SaveStatus {
+        if let Some(at) = self.saves.iter().rposition(|save| save.generation == generation)
+            && let Some(save) = self.saves.get_mut(at)
+        {
+            return save;
+        }
+        while self.early.len() >= MAX_SAVES {
+            self.early.pop_first();
+        }
+        self.early.entry(generation).or_default()
+    }
 }
 
 /// Number of saves in a status report.
 const MAX_SAVES: usize = 64;
 /// Number of saves to remember while they wait for their commit: the histograms need them.
 const MAX_WAITING: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::{Encoding, SaveLog, UploadTimes};
+    use crate::protocol::SaveNote;
+
+    /// A new agent may find a state in shared memory before the trainer has told it of the save.
+    #[test]
+    fn a_save_may_be_encoded_before_its_note_arrives() {
+        let mut log = SaveLog::default();
+        let note = |generation| SaveNote { generation, step: generation * 10, stall_ms: 0.0, copy_ms: 0.0, bytes: 0, time_ms: 0 };
+        let encoding = || Encoding { encode_ms: 1.0, stored_bytes: 5, kind: "base".into() };
+        log.on_encoded(1, encoding());
+        assert_eq!(log.saves().count(), 0);
+        log.on_saved(&note(1), 0);
+        assert_eq!(log.on_committed(1, UploadTimes { upload_ms: 1.0, ahead_bytes: 0, time_ms: 9 }).unwrap().kind.as_deref(), Some("base"));
+        // Committed before the note, too.
+        log.on_encoded(2, encoding());
+        assert_eq!(log.on_committed(2, UploadTimes { upload_ms: 2.0, ahead_bytes: 0, time_ms: 9 }), None);
+        log.on_saved(&note(2), 0);
+        let save = log.saves().last().unwrap();
+        assert_eq!((save.step, save.bytes_out, save.upload_ms), (20, Some(5), Some(2.0)));
+        // Saves of which no note comes take no more and more memory.
+        (10..1000).for_each(|generation| log.on_failed(generation, "damaged"));
+        assert_eq!(log.early.len(), super::MAX_SAVES);
+    }
+}
