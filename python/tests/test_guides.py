@@ -66,22 +66,31 @@ def test_python_examples(page, folder):
 
 
 def test_the_guide_to_dcp(tmp_path):
-    """Runs the examples of the page as one program, twice: the second run resumes. The one of two ranks runs alone."""
-    found = blocks("dcp.md", "python")
-    [of_ranks] = [block for block in found if "init_process_group" in block]
-    program = "\n".join(block for block in found if block is not of_ranks and "moments[" not in block)
-    (tmp_path / "ranks.py").write_text(of_ranks)
+    """Runs the examples of the page as one program, twice: the second run resumes."""
+    program = "\n".join(block for block in blocks("dcp.md", "python") if "moments[" not in block and "#include" not in block)
     for _ in range(2):
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, check=True)
         shutil.rmtree(tmp_path / "runs" / "hf")
         shutil.rmtree(tmp_path / "runs" / "by-path")
         tensorcask.Store(tmp_path / "runs" / "dcp").forget([200])
     assert tensorcask.Store(tmp_path / "runs" / "dcp").steps == [3, 6]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "ranks.py"]
-    for _ in range(2):
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-    assert "saved steps [1, 2, 3, 4, 5, 6]" in ended.stdout
+
+
+def test_the_example_of_fsdp2(tmp_path):
+    """Two ranks; one is killed after step 5. The next run goes on from step 4 or 5, to the losses of a run that was not killed."""
+
+    def losses(store, *options):
+        program = [ROOT / "examples" / "train_fsdp2.py", "--steps", "8", "--store", store, *options]
+        ended = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (ended.returncode == 0) == (not options), ended.stderr
+        return dict(re.findall(r"^step (\d+): (.*)$", ended.stdout, re.MULTILINE))
+
+    whole = losses("whole")
+    killed, resumed = losses("killed", "--kill-at", "5"), losses("killed")
+    assert list(killed) == list("12345") and list("678") == list(resumed)[-3:] and "4" not in resumed
+    assert whole == killed | resumed == resumed | killed
 
 
 def run_example(folder, name, **variables):
