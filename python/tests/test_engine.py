@@ -297,7 +297,8 @@ def test_a_second_trainer_is_refused_and_a_forked_process_has_none(url, folder):
 
 
 def test_options_are_checked_and_told(url, folder):
-    for wrong in ({"back_pressure": "hurry"}, {"encode": "never"}, {"on_agent_loss": "cry"}, {"precision": "vague"}, {"codecs": "w=tc.x"}, {"rank": 2, "world": 2}):
+    words = {"back_pressure": "hurry", "encode": "never", "on_agent_loss": "cry", "precision": "vague", "codecs": "w=tc.x"}
+    for wrong in (*({name: word} for name, word in words.items()), {"rank": 2, "world": 2}):
         with pytest.raises((ValueError, tensorcask.Error)):
             tensorcask.Engine(url, folder=folder, **wrong)
     with pytest.raises(TypeError, match="url"):

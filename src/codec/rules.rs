@@ -93,7 +93,8 @@ pub(crate) fn check_assigned(codec: &dyn Codec, dtype: Dtype, role: &str, may_ro
     if !codec.is_lossless() && !may_round {
         let setting = id.strip_prefix("tc.").unwrap_or(id);
         return Err(Error::invalid(format!(
-            "codec `{id}` is assigned to this tensor, but rounds numbers, and the precision of this tensor does not allow that; set its precision to `{setting}`, too"
+            "codec `{id}` is assigned to this tensor, but rounds numbers, and the precision of this tensor does not allow that; \
+             set its precision to `{setting}`, too"
         )));
     }
     Ok(())

@@ -153,7 +153,8 @@ impl Precision {
                 rule => {
                     let unknown = || {
                         Error::invalid(format!(
-                            "`{}` is not a precision; use lossless, near, compact, auto, or PATTERN=SETTING with a role or a glob of names, and one or several (A|B) of {}",
+                            "`{}` is not a precision; use lossless, near, compact, auto, or PATTERN=SETTING with a role or a glob of names, \
+                             and one or several (A|B) of {}",
                             rule.escape_debug(),
                             Setting::FORMS
                         ))

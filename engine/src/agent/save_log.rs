@@ -11,7 +11,8 @@ use crate::status::SaveStatus;
 #[derive(Debug, Clone, Default)]
 pub(super) struct SaveLog {
     saves: VecDeque<SaveStatus>,
-    /// What happened to saves whose note has not arrived: an agent may encode a state before it hears of its save.
+    /// Measurements of saves that the trainer has not reported yet. An agent that starts anew may find a state in shared memory,
+    /// and encode it, before the trainer's report of the save arrives.
     early: BTreeMap<u64, SaveStatus>,
     /// Start of the call of each save that is not committed yet, in milliseconds since 1970.
     begun_ms: BTreeMap<u64, u64>,

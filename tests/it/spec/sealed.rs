@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use serde::Deserialize;
-use tensorcask::Limits;
 use tensorcask::wire::{Digest, InlineSnapshot, LogEntry, Manifest, Receipt, StoreFile};
+use tensorcask::{Limits, PrecisionDecision};
 
 use super::vectors::{Mismatches, vectors};
 
@@ -27,6 +27,13 @@ pub(crate) struct SealedInvalid {
     pub(crate) clause: String,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PrecisionVector {
+    name: String,
+    text: String,
+}
+
 /// Returns the digest in the last line.
 pub(crate) fn seal_of(text: &str) -> &str {
     text.trim_end().rsplit_once("\nsha256:").unwrap().1
@@ -46,6 +53,17 @@ fn manifests() {
         mismatches.expect(&vector.name, result, &vector.kind, Some(&vector.clause));
     }
     mismatches.assert_none();
+}
+
+/// Clause 2.6.
+#[test]
+fn decisions_for_a_precision() {
+    for vector in vectors::<PrecisionVector>("manifest.toml", "precision") {
+        let object: serde_json::Value = serde_json::from_str(&vector.text).unwrap();
+        let user = serde_json::Map::from_iter([(PrecisionDecision::KEY.to_owned(), object.clone())]);
+        let decision = PrecisionDecision::of(&user).unwrap();
+        assert_eq!(serde_json::to_value(&decision).unwrap(), object, "{}", vector.name);
+    }
 }
 
 #[test]
