@@ -196,7 +196,8 @@ impl Precision {
 
     /// Returns the setting and bound of a tensor; of several settings, the first. With `auto`, those of its own rules.
     pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
-        self.alternatives(role, name).first().copied().unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
+        let first = self.rule(role, name).and_then(|rule| Some((*rule.settings.first()?, rule.bound)));
+        first.map_or(BoundedSetting { setting: Setting::Lossless, bound: None }, |(setting, bound)| BoundedSetting { setting, bound })
     }
 
     /// Returns all settings that the rule of a tensor allows, each with its bound. Empty without a rule.
@@ -209,9 +210,13 @@ impl Precision {
     /// # Ok::<(), tensorcask::Error>(())
     /// ```
     pub fn alternatives(&self, role: &str, name: &str) -> Vec<BoundedSetting> {
-        let found = self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name));
         let all = |rule: &Rule| rule.settings.iter().map(|&setting| BoundedSetting { setting, bound: rule.bound }).collect();
-        found.map_or_else(Vec::new, all)
+        self.rule(role, name).map_or_else(Vec::new, all)
+    }
+
+    /// The last rule that matches a tensor.
+    fn rule(&self, role: &str, name: &str) -> Option<&Rule> {
+        self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name))
     }
 
     /// Returns whether no rule rounds, and no save chooses one that does.
