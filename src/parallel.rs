@@ -7,6 +7,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Limit on the bytes of a window, for machines with very many cores.
+const MAX_WINDOW_BYTES: u64 = 256 << 20;
+
 /// Id of the process that uses the global pool; 0 before the first call.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
@@ -28,6 +31,17 @@ pub fn run<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         Err(owner) if owner == process => work(),
         Err(_) => pool_of_child(process).install(work),
     }
+}
+
+/// Number of pairs of threads, at least 1. Limits that suit a machine with two cores grow with it.
+pub(crate) fn thread_pairs() -> usize {
+    (run(rayon::current_num_threads) / 2).max(1)
+}
+
+/// Size of a window of work that all threads share, in bytes: `of_two` with two threads or fewer, and in proportion with
+/// more, so that each thread finds work in every window.
+pub(crate) fn window_bytes(of_two: u64) -> u64 {
+    of_two.saturating_mul(thread_pairs() as u64).min(MAX_WINDOW_BYTES.max(of_two))
 }
 
 fn pool_of_child(process: u32) -> Arc<rayon::ThreadPool> {

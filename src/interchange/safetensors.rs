@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed, parallel};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -128,7 +128,8 @@ pub struct Selected {
     pub slice: Slice,
 }
 
-/// Bytes of tensors that are read before they are written. A single larger piece exceeds this limit.
+/// Bytes of tensors that two threads read before they are written. More threads get larger windows. A single larger piece
+/// exceeds this limit.
 const WINDOW_BYTES: u64 = 64 << 20;
 
 /// Elements of a piece of a large tensor: a few pieces, one for each tensor of a parameter, fill a window.
@@ -188,8 +189,9 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     let mut group: Vec<Piece<'_>> = Vec::new();
     let mut group_bytes = 0;
     let mut buffer = Vec::new();
+    let most = parallel::window_bytes(WINDOW_BYTES);
     for piece in pieces {
-        if group_bytes + piece.bytes > WINDOW_BYTES && !group.is_empty() {
+        if group_bytes + piece.bytes > most && !group.is_empty() {
             write_group(snapshot, &mut std::mem::take(&mut group), &mut buffer, out).await?;
             group_bytes = 0;
         }

@@ -21,7 +21,7 @@ use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Directory, blob_slot, rank_of_slot};
 use crate::writer::{
     CaskWriter, Choices, ChunkFamily, ChunkPlace, Destination, EncodeOptions, Entry, PartnerLink, PlannedShard, ShardLabel, Standalone,
-    Unit, UnitChunk, UnitResult, WINDOW_BYTES, Window, encode_unit, schedule,
+    Unit, UnitChunk, UnitResult, Window, encode_unit, schedule,
 };
 use crate::{Error, Result, Store, boxed, parallel};
 
@@ -98,7 +98,7 @@ impl<'a> Rewriter<'a> {
             let chunks = window.units.iter().flat_map(|unit| unit.shards.iter().map(move |&shard| (shard, unit.chunk)));
             chunks.map(|(shard, chunk)| decoded_bytes(&shards[shard], chunk)).fold(0, u64::saturating_add)
         };
-        let windows = schedule(&planned, WINDOW_BYTES);
+        let windows = schedule(&planned);
         let mut work = Work::plan(self.store, windows.iter().map(bytes_of).fold(0, u64::saturating_add));
         for window in windows {
             let chunks = self.read_window(&shards, &window).await?;

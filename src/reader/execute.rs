@@ -32,7 +32,8 @@ pub(crate) struct ChunkItem<'a> {
     pub out: &'a mut [u8],
 }
 
-/// Limit on the decoded and encoded bytes of a batch. A single larger chunk exceeds this limit.
+/// Limit on the decoded and encoded bytes of a batch with two threads. More threads get larger batches, see
+/// [`parallel::window_bytes`]. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 32 << 20;
 
 /// Number of objects read at once for a batch.
@@ -365,6 +366,7 @@ fn places_in(shards: &[ShardPlan], chunks: &[(usize, u64)], rect: &Rect, out_byt
 fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     let mut batches: Vec<Vec<Job<'a>>> = Vec::new();
     let mut size = u64::MAX;
+    let most = parallel::window_bytes(BATCH_BYTES);
     for job in jobs {
         let decoded = |shard: usize| {
             let bytes = shards[shard].grid.bytes(job.chunk);
@@ -372,7 +374,7 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
         };
         let pages = job.recipe.ops.iter().flat_map(|op| &op.step.entry.pages).map(|page| page.range.end - page.range.start);
         let cost = job.wanted.iter().map(|wanted| decoded(wanted.shard)).sum::<u64>() + pages.sum::<u64>();
-        if size.saturating_add(cost) > BATCH_BYTES {
+        if size.saturating_add(cost) > most {
             batches.push(Vec::new());
             size = 0;
         }

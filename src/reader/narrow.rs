@@ -14,7 +14,8 @@ use crate::store::concurrently;
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error, Result, Slice, Tensor, boxed, parallel};
 
-/// Limit on the decoded bytes of a batch. A single larger chunk exceeds this limit.
+/// Limit on the decoded bytes of a batch with two threads. More threads get larger batches, see
+/// [`parallel::window_bytes`]. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 16 << 20;
 
 /// Number of tensors read at once.
@@ -89,7 +90,7 @@ impl Bf16View<'_> {
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
         let shards = self.chain.shards_in(tensor, rect)?;
         let rows = self.chain.load_plans(&shards).await?;
-        let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
+        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES));
         for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {
             for chunk in touched(plan.grid, &plan.rect, rect) {
                 let (step, _) = plan.stored(&self.chain.links, rows, chunk, 0)?;
@@ -101,7 +102,7 @@ impl Bf16View<'_> {
                 let bytes = plan.grid.bytes(chunk);
                 batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
                 batch.push(Wanted { shard: at, chunk, rounded });
-                if batch_bytes >= BATCH_BYTES {
+                if batch_bytes >= most {
                     self.round_batch(tensor, &shards, std::mem::take(&mut batch), rect, out).await?;
                     batch_bytes = 0;
                 }

@@ -1,6 +1,7 @@
 //! Updates a state that a reader holds to another snapshot. Reads only the changes between the two.
 
 use bytes::Bytes;
+use rayon::prelude::*;
 
 use super::execute::{ChunkItem, PageFetch};
 use super::open_chain::OpenChain;
@@ -10,9 +11,10 @@ use crate::codec::Columns;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::wire::Id;
-use crate::{Error, Result, boxed};
+use crate::{Error, Result, boxed, parallel};
 
-/// Limit on the bytes of chunks that are updated together. A single larger chunk exceeds this limit.
+/// Limit on the bytes of chunks that two threads update together. More threads get larger batches, see
+/// [`parallel::window_bytes`]. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 32 << 20;
 
 /// Result of an update, counted in chunks.
@@ -79,7 +81,7 @@ impl Snapshot {
         let held_rows = have.chain.load_plans(&held).await?;
         let update = Update { chain: &self.chain, have: &have.chain, shards: &shards, owners: &owners };
         let mut done = UpdateReport::default();
-        let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
+        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES));
         for (at, plan) in shards.iter().enumerate() {
             for chunk in 0..plan.grid.chunk_count() {
                 let wanted = plan.chunk(&self.chain.links, &rows[at], chunk)?;
@@ -94,7 +96,7 @@ impl Snapshot {
                 let bytes = plan.grid.bytes(chunk);
                 batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
                 batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
-                if batch_bytes >= BATCH_BYTES {
+                if batch_bytes >= most {
                     update.apply(std::mem::take(&mut batch), &mut outs, &mut done).await?;
                     batch_bytes = 0;
                 }
@@ -140,19 +142,9 @@ impl Update<'_> {
     async fn apply(&self, batch: Vec<Work>, outs: &mut [(Rect, &mut [u8])], done: &mut UpdateReport) -> Result<()> {
         let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
         let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
-        for mut work in batch {
-            let plan = &self.shards[work.shard];
-            let bytes = plan.grid.bytes(work.chunk);
-            let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
-            if let Some(crc) = work.held_crc {
-                move_runs(plan, work.chunk, &outs[work.item].0, |run| {
-                    let back = Run { source: run.destination, destination: run.source, count: run.count };
-                    copy_run(plan.dtype, back, outs[work.item].1, &mut held);
-                });
-                if crc32fast::hash(&held) != crc {
-                    work.way = Way::Rebuild;
-                }
-            }
+        let with_held = |work: Work| self.take_held(&outs[work.item], work);
+        let checked: Vec<(Work, Vec<u8>)> = parallel::run(|| batch.into_par_iter().map(with_held).collect::<Result<_>>())?;
+        for (mut work, held) in checked {
             match std::mem::replace(&mut work.way, Way::Rebuild) {
                 Way::Same => done.unchanged += 1,
                 Way::Deltas(steps) => advance.push((work, steps, held)),
@@ -160,12 +152,14 @@ impl Update<'_> {
             }
         }
         let mut pages = PageFetch::new(self.chain, advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
-        for (work, steps, mut held) in advance {
-            let plan = &self.shards[work.shard];
-            let pages: Vec<Pages> = pages.by_ref().take(steps.len()).collect();
+        let pages: Vec<Vec<Pages>> = advance.iter().map(|(_, steps, _)| pages.by_ref().take(steps.len()).collect()).collect();
+        let to_new = |((work, steps, mut held), pages): ((Work, Vec<Step>, Vec<u8>), Vec<Pages>)| {
             self.count_pages(&steps);
-            self.advance(plan, &work, &steps, &pages, &mut held)?;
-            put(plan, work.chunk, &held, &mut outs[work.item]);
+            self.advance(&work, &steps, &pages, &mut held).map(|()| (work, held))
+        };
+        let advanced: Vec<(Work, Vec<u8>)> = parallel::run(|| advance.into_par_iter().zip(pages).map(to_new).collect::<Result<_>>())?;
+        for (work, bytes) in &advanced {
+            put(&self.shards[work.shard], work.chunk, bytes, &mut outs[work.item]);
             done.advanced += 1;
         }
         let items = rebuild.iter_mut().map(|(work, buffer)| ChunkItem {
@@ -185,6 +179,23 @@ impl Update<'_> {
         Ok(())
     }
 
+    /// Copies the held bytes of a chunk. They are of no use if their checksum is not that of the chunk in `have`.
+    fn take_held(&self, (whole, out): &(Rect, &mut [u8]), mut work: Work) -> Result<(Work, Vec<u8>)> {
+        let plan = &self.shards[work.shard];
+        let bytes = plan.grid.bytes(work.chunk);
+        let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
+        if let Some(crc) = work.held_crc {
+            move_runs(plan, work.chunk, whole, |run| {
+                let back = Run { source: run.destination, destination: run.source, count: run.count };
+                copy_run(plan.dtype, back, out, &mut held);
+            });
+            if crc32fast::hash(&held) != crc {
+                work.way = Way::Rebuild;
+            }
+        }
+        Ok((work, held))
+    }
+
     fn count_pages(&self, steps: &[Step]) {
         let pages = steps.iter().flat_map(|step| &step.entry.pages);
         let bytes = pages.clone().map(|page| page.range.end - page.range.start).sum();
@@ -192,7 +203,8 @@ impl Update<'_> {
     }
 
     /// Applies deltas, listed newest first, to the bytes of a chunk.
-    fn advance(&self, plan: &ShardPlan, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
+    fn advance(&self, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
+        let plan = &self.shards[work.shard];
         let elements = plan.grid.elements(work.chunk);
         for (step, pages) in steps.iter().zip(pages).rev() {
             let locate = |e: Error| self.chain.source(step.link, step.cask).locate(e).tensor(&plan.name).chunk(work.chunk);

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
 use super::{Medium, Objects, Store};
-use crate::{Error, ErrorKind, Result, boxed};
+use crate::{Error, ErrorKind, Result, boxed, parallel};
 
 /// Objects below this size are sent in one request. No part of a remote object is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;
@@ -22,6 +22,8 @@ const LOCAL_PART_BYTES: u64 = 2 << 20;
 const MAX_PARTS: u64 = 9_000;
 /// Number of parts in flight at once. Limits the memory of uploads to this many parts.
 const CONCURRENT_PARTS: usize = 4;
+/// Largest number of parts in flight at once of a save, which has more of them if it has more threads.
+const MAX_CONCURRENT_PARTS: usize = 32;
 
 /// A limit on parts in flight that several uploads share, and the measured rate of these uploads.
 #[derive(Debug, Clone)]
@@ -32,7 +34,7 @@ pub(crate) struct PartBudget {
 
 impl Default for PartBudget {
     fn default() -> Self {
-        Self { permits: Arc::new(Semaphore::new(CONCURRENT_PARTS)), meter: Arc::default() }
+        Self::of(CONCURRENT_PARTS)
     }
 }
 
@@ -68,6 +70,15 @@ pub(crate) struct UploadProgress {
 }
 
 impl PartBudget {
+    fn of(parts: usize) -> Self {
+        Self { permits: Arc::new(Semaphore::new(parts)), meter: Arc::default() }
+    }
+
+    /// Budget of a save, whose chunks are encoded by all threads.
+    pub(crate) fn of_save() -> Self {
+        Self::of(CONCURRENT_PARTS.saturating_mul(parallel::thread_pairs()).min(MAX_CONCURRENT_PARTS))
+    }
+
     fn meter(&self) -> MutexGuard<'_, Meter> {
         self.meter.lock().unwrap_or_else(PoisonError::into_inner)
     }

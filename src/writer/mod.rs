@@ -74,7 +74,7 @@ pub use leader_writer::LeaderWriter;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
-pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
+pub(crate) use schedule::{Entry, PlannedShard, Unit, Window, schedule};
 pub use unchanged::UnchangedTensor;
 use unchanged::UnchangedTensors;
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};

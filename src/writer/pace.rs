@@ -134,7 +134,7 @@ impl Pace {
     /// Begins a save of `bytes` decoded bytes.
     pub(super) fn begin(&mut self, kind: SnapshotKind, bytes: u64) -> PacedSave<'_> {
         self.uploaded = self.upload_rate();
-        self.uploads = PartBudget::default();
+        self.uploads = PartBudget::of_save();
         self.uploaded.bytes *= KEPT;
         self.uploaded.seconds *= KEPT;
         self.of(kind).fade();

@@ -197,7 +197,7 @@ impl SavePipeline {
             ObjectiveSetting::Fixed(objective) => (objective, None),
             ObjectiveSetting::Auto => (Objective::default(), Some(pace.begin(kind, layout.tensor_bytes))),
         };
-        let budget = paced.as_ref().map_or_else(PartBudget::default, PacedSave::budget);
+        let budget = paced.as_ref().map_or_else(PartBudget::of_save, PacedSave::budget);
         let destination = Destination { store: input.store, ahead: ahead.as_ref(), budget };
         let options = EncodeOptions::new(input.options, fixed);
         let open = |slot| Ok((slot, CaskWriter::new(&destination, slot, options, layout.slot_bytes(slot))?));

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::choices::ChunkFamily;
 use super::input::{ChunkRef, SaveInput};
-use super::schedule::{PlannedShard, WINDOW_BYTES, Window, schedule};
+use super::schedule::{PlannedShard, Window, schedule};
 use crate::Result;
 use crate::codec::Need;
 use crate::precision::Setting;
@@ -70,7 +70,7 @@ impl SavePlan {
         let partners = |shard: &SaveShard| shard.partners.iter().map(|partner| partner.shard).collect();
         let planned: Vec<PlannedShard> =
             shards.iter().map(|shard| PlannedShard { cask: shard.slot, grid: shard.grid, partners: partners(shard) }).collect();
-        let windows = schedule(&planned, WINDOW_BYTES);
+        let windows = schedule(&planned);
         let units = windows.iter().flat_map(|window| &window.units);
         let partners_elsewhere = units.flat_map(|unit| {
             let partners = unit.shards.iter().flat_map(|&shard| &shards[shard].partners).map(|partner| partner.shard);

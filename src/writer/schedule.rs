@@ -12,10 +12,11 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
+use crate::parallel;
 use crate::tensor::ChunkGrid;
 
-/// Largest number of decoded bytes in a window, unless one unit is larger.
-pub(crate) const WINDOW_BYTES: u64 = 16 << 20;
+/// Largest number of decoded bytes in the first window, unless one unit is larger. A state of this size has one window.
+pub(crate) const FIRST_WINDOW_BYTES: u64 = 16 << 20;
 
 /// A shard to schedule.
 #[derive(Debug, Clone)]
@@ -71,15 +72,23 @@ impl Window {
     }
 }
 
-/// Cuts the chunks of shards into windows of at most `window_bytes`. The list holds the shards cask by cask, each in
-/// cask order.
-pub(crate) fn schedule(shards: &[PlannedShard], window_bytes: u64) -> Vec<Window> {
+/// Cuts the chunks of shards into windows that all threads share. The list holds the shards cask by cask, each in cask
+/// order.
+pub(crate) fn schedule(shards: &[PlannedShard]) -> Vec<Window> {
+    let most = parallel::window_bytes(FIRST_WINDOW_BYTES);
+    cut(shards, FIRST_WINDOW_BYTES, most)
+}
+
+/// Cuts the chunks of shards into windows of at most `first` bytes, and then of twice as many each time, up to `most`. In
+/// the first windows all codecs are tried, so these are short.
+fn cut(shards: &[PlannedShard], first: u64, most: u64) -> Vec<Window> {
     let bytes_of = |grid: &ChunkGrid| grid.dtype().byte_count(grid.element_count()).unwrap_or(u64::MAX);
     let total = shards.iter().map(|shard| bytes_of(&shard.grid)).fold(0, u64::saturating_add);
     // Within one window the order does not matter.
     let groups = groups(shards);
-    let order = if total <= window_bytes { by_group(&groups) } else { merge(shards, &groups) };
+    let order = if total <= first { by_group(&groups) } else { merge(shards, &groups) };
     let (mut windows, mut window, mut bytes) = (Vec::new(), Window::default(), 0u64);
+    let mut window_bytes = first;
     for together in order {
         let grids = || together.iter().filter_map(|&shard| Some((shard, shards.get(shard)?.grid)));
         window.empty_shards.extend(grids().filter(|(_, grid)| grid.chunk_count() == 0).map(|(shard, _)| shard));
@@ -90,6 +99,7 @@ pub(crate) fn schedule(shards: &[PlannedShard], window_bytes: u64) -> Vec<Window
             if bytes.saturating_add(unit_bytes) > window_bytes && !window.units.is_empty() {
                 windows.push(std::mem::take(&mut window));
                 bytes = 0;
+                window_bytes = window_bytes.saturating_mul(2).min(most);
             }
             bytes = bytes.saturating_add(unit_bytes);
             window.units.push(Unit { shards: with_chunk().map(|(shard, _)| shard).collect(), chunk });
@@ -166,7 +176,7 @@ fn merge(shards: &[PlannedShard], groups: &[usize]) -> Vec<Vec<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Entry, PlannedShard, Unit, Window, schedule};
+    use super::{Entry, PlannedShard, Unit, Window, cut};
     use crate::Dtype;
     use crate::tensor::ChunkGrid;
 
@@ -185,6 +195,11 @@ mod tests {
         shards(&counts.iter().enumerate().map(|(group, &count)| (0, group, count)).collect::<Vec<_>>())
     }
 
+    /// Windows of one size.
+    fn schedule(shards: &[PlannedShard], bytes: u64) -> Vec<Window> {
+        cut(shards, bytes, bytes)
+    }
+
     fn window(units: &[(&[usize], u64)]) -> Window {
         let units = units.iter().map(|&(shards, chunk)| Unit { shards: shards.to_vec(), chunk }).collect();
         Window { units, empty_shards: vec![] }
@@ -195,6 +210,13 @@ mod tests {
         let units: [(&[usize], u64); 3] = [(&[0], 0), (&[1], 0), (&[2], 0)];
         assert_eq!(schedule(&alone(&[4, 4, 4]), 8), [window(&units[..2]), window(&units[2..])]);
         assert_eq!(schedule(&alone(&[4, 4, 4]), 12), [window(&units)]);
+    }
+
+    #[test]
+    fn windows_grow_up_to_a_limit() {
+        let sizes = |most| cut(&alone(&[4; 12]), 4, most).iter().map(|window| window.units.len()).collect::<Vec<_>>();
+        assert_eq!(sizes(16), [1, 2, 4, 4, 1]);
+        assert_eq!(sizes(4), [1; 12]);
     }
 
     #[test]

@@ -5,10 +5,11 @@
 //! `tests/golden/v1` is a store that the first version wrote, and every later version must read it. To rewrite it (only
 //! while the format is unreleased), remove it, then run `TENSORCASK_BLESS=1 cargo test --test it corruption`.
 
+use std::num::NonZero;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{GOLDEN, SmallState, is_thorough, objects_of, on_this_thread as on, store_of, without_inline};
-use rayon::prelude::*;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::{ErrorKind, Latest, Policy, Slice};
 
@@ -70,10 +71,16 @@ fn below(objects: &[(String, Vec<u8>)], folder: &str) -> Vec<usize> {
     found
 }
 
-/// Runs `run` for each number, on threads of this test, so that the test captures the output of a panic.
+/// Runs `run` for each number, on plain threads: a thread of rayon that waits for the library may be given another number
+/// meanwhile, and a runtime cannot start inside a runtime.
 fn for_each(count: usize, run: impl Fn(usize) + Send + Sync) {
-    let pool = rayon::ThreadPoolBuilder::new().build().unwrap();
-    pool.install(|| (0..count).into_par_iter().for_each(run));
+    let next = AtomicUsize::new(0);
+    let take = || std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&number| number < count));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(|| take().for_each(&run));
+        }
+    });
 }
 
 /// Number of flips, and of truncations, tried per object by default.

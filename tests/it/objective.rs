@@ -10,8 +10,8 @@ use tensorcask::{BaseKeeping, Metadata, Policy, SavedSnapshot, Slice, Store, Wri
 
 use crate::common::{Layers, wrap};
 
-/// Layers of a state of three windows.
-const THREE_WINDOWS: usize = 50;
+/// Layers of a state of several windows: three with two threads, fewer with more threads.
+const SEVERAL_WINDOWS: usize = 50;
 
 /// A store that takes an hour for each part of an upload, by the paused clock.
 fn slow() -> Store {
@@ -39,9 +39,9 @@ async fn save(store: &Store, layers: usize, objective: impl Into<ObjectiveSettin
 
 #[tokio::test(start_paused = true)]
 async fn on_a_slow_store_every_byte_counts() {
-    for saved in save(&slow(), THREE_WINDOWS, ObjectiveSetting::Auto, Policy::Consecutive).await {
+    for saved in save(&slow(), SEVERAL_WINDOWS, ObjectiveSetting::Auto, Policy::Consecutive).await {
         let report = saved.objective.unwrap();
-        assert_eq!(report.windows.values().sum::<u64>(), 3, "{report}");
+        assert!(report.windows.values().sum::<u64>() > 1, "{report}");
         assert_eq!(report.windows.get("fastest"), None, "it stores more: {report}");
         assert!(report.upload_bytes_per_second.unwrap() < 1e6, "{report}");
     }

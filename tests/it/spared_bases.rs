@@ -8,8 +8,9 @@ use object_store::memory::InMemory;
 use tensorcask::codec::Objective;
 use tensorcask::{BaseKeeping, Dtype, Metadata, Policy, ReadRequest, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
-/// Layers of a state of three windows. What a window teaches is used in the next.
-const THREE_WINDOWS: usize = 50;
+/// Layers of a state of several windows: three with two threads, fewer with more threads. What a window teaches is used in
+/// the next.
+const SEVERAL_WINDOWS: usize = 50;
 /// Layers of a state of one window. What a save teaches is used in the next.
 const ONE_WINDOW: usize = 6;
 
@@ -44,9 +45,9 @@ async fn several_steps_later_most_bases_are_not_read() {
     for objective in objectives {
         let store = memory();
         let mut writer = writer(&store, objective, BaseKeeping::None).await;
-        let base = writer.save(1000, &Layers::at_steps(&[1000; THREE_WINDOWS]).tensors(), &[], &Metadata::default()).await.unwrap();
+        let base = writer.save(1000, &Layers::at_steps(&[1000; SEVERAL_WINDOWS]).tensors(), &[], &Metadata::default()).await.unwrap();
         let before = store.io().bytes_read;
-        let delta = writer.save(1010, &Layers::at_steps(&[1010; THREE_WINDOWS]).tensors(), &[], &Metadata::default()).await.unwrap();
+        let delta = writer.save(1010, &Layers::at_steps(&[1010; SEVERAL_WINDOWS]).tensors(), &[], &Metadata::default()).await.unwrap();
         let read = (store.io().bytes_read - before) as f64 / base.stored_bytes as f64;
         assert_eq!(delta.kind.name(), "delta");
         assert_eq!(read < 0.6, objective == Objective::BALANCED, "{read} of the base was read for {objective:?}");
