@@ -107,7 +107,7 @@ def pick(step, count, rows):
     return torch.randint(count, (rows,), generator=torch.Generator().manual_seed(step))
 
 
-def text_loss(model, tokens, step, batch=8, length=256):
+def text_loss(model, tokens, step, batch=4, length=256):
     rows = torch.stack([tokens[at : at + length + 1] for at in pick(step, len(tokens) - length - 1, batch)]).long()
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
