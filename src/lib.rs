@@ -126,7 +126,7 @@ pub use limits::Limits;
 pub use precision::{Precision, PrecisionDecision, RoundingReport, TensorRounding};
 pub use reader::{
     Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
-    SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
+    SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
 };
 pub use store::{AheadUploads, Bandwidth, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};

@@ -44,6 +44,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(upkeep::times_of_saves, module)?)?;
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     module.add_class::<snapshot::Snapshot>()?;
+    module.add_function(wrap_pyfunction!(snapshot::windows, module)?)?;
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::interchange::safetensors::{self, Selected};
-use tensorcask::{ChunkStatistics, ReadRequest, Slice, blocking};
+use tensorcask::{ChunkStatistics, ReadRequest, Slice, SlicePart, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
@@ -153,6 +153,21 @@ impl Snapshot {
         let bytes = py.detach(|| until_done(&self.store, self.inner.read_blob(rank, name)))?;
         Ok(PyBytes::new(py, &bytes))
     }
+}
+
+/// Divides tensors into parts that are read together, in windows of at most so many bytes. Returns number in the list,
+/// offset, shape, position in the bytes of the tensor, and size in bytes of each part.
+#[pyfunction]
+#[allow(clippy::type_complexity, reason = "a row of a table")]
+pub(crate) fn windows(
+    snapshot: &Snapshot,
+    names: Vec<String>,
+    most_bytes: u64,
+) -> PyResult<Vec<Vec<(usize, Vec<u64>, Vec<u64>, u64, u64)>>> {
+    let slices: Vec<(&str, Slice)> = names.iter().map(|name| (name.as_str(), Slice::all())).collect();
+    let windows = SlicePart::windows(&snapshot.inner, &slices, most_bytes).map_err(|e| raise(&e))?;
+    let row = |part: SlicePart| (part.item, part.rect.offset, part.rect.shape, part.first_byte, part.bytes);
+    Ok(windows.into_iter().map(|window| window.into_iter().map(row).collect()).collect())
 }
 
 /// Converts requests to names, slices and buffers, for a read without the interpreter lock.

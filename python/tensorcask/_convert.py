@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ._dtypes import numpy_dtype, torch_dtype
+from ._dtypes import numpy_dtype, torch_dtype, torch_shape
 from ._errors import InvalidValueError
 from ._frameworks import framework_of
 
@@ -21,6 +22,17 @@ def check_device(framework: str, device: Any) -> None:
     elif framework != "jax":
         owner = "numpy arrays" if framework == "numpy" else "bytes"
         raise InvalidValueError(f"device {device!r}: {owner} have no device; pass framework='torch' or framework='jax'")
+
+
+def is_remote(device: Any) -> bool:
+    """Whether torch would copy a tensor of host memory to this device."""
+    return bool(import_module("torch").device(device).type != "cpu")
+
+
+def new_on(device: Any, dtype: str, shape: Sequence[int], name: str) -> Any:
+    """Returns a new torch tensor on a device, with arbitrary content."""
+    torch = import_module("torch")
+    return torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name), device=device)
 
 
 def convert(value: Any, dtype: str | None, device: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies tensors between a device and shared memory: saves on a separate stream of CUDA, restores on the current one."""
+"""Copies tensors between a device and host memory: saves on a separate stream of CUDA, restores and loads on the current one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,68 @@ def written(tensor: Any) -> Any:
     if increment is not None and not tensor.is_inference():
         increment(tensor)
     return tensor
+
+
+# A load reads a state into host memory in windows of at most this size.
+WINDOW_BYTES = 128 << 20
+# Begins of tensors in a window are multiples of this.
+ALIGNMENT = 64
+
+
+def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
+    """Reads whole tensors into tensors on devices.
+
+    Needs two host buffers of a window each, however large the state is: one is filled while the other is copied to the device.
+    """
+    torch = sys.modules["torch"]
+    windows = _native.windows(native, list(outs), WINDOW_BYTES)
+    names, targets = list(outs), [_plain(written(out)) for out in outs.values()]
+    memory = [target.detach().reshape(-1).view(torch.uint8) for target in targets]
+
+    def room(count: int) -> int:
+        return -(-count // ALIGNMENT) * ALIGNMENT
+
+    most = max((sum(room(part[4]) for part in window) for window in windows), default=0)
+    buffers = [_pinned(most) for _ in windows[:2]]
+    copied: list[list[Any]] = [[], []]
+    for number, window in enumerate(windows):
+        buffer, events = buffers[number % 2], copied[number % 2]
+        while events:
+            events.pop().synchronize()
+        at, requests, copies = 0, [], []
+        for item, offset, shape, begin, count in window:
+            if count:
+                part = buffer[at : at + count]
+                requests.append((names[item], offset, shape, part.numpy()))
+                copies.append((memory[item][begin : begin + count], part))
+                at += room(count)
+        native.read_into(requests)
+        for target, part in copies:
+            target.copy_(part, non_blocking=target.is_cuda)
+        for device in {target.device for target, _ in copies if target.is_cuda}:
+            events.append(torch.cuda.current_stream(device).record_event())
+    for events in copied:
+        for event in events:
+            event.synchronize()
+    for target, out in zip(targets, outs.values(), strict=True):
+        if target is not out:
+            with torch.no_grad():
+                out.copy_(target)
+
+
+def _plain(tensor: Any) -> Any:
+    """The tensor, or a new one whose memory has the elements in order."""
+    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor if is_plain else sys.modules["torch"].empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _pinned(count: int) -> Any:
+    """Host memory from which copies to a GPU are asynchronous, if there is a GPU and the system allows it."""
+    torch = sys.modules["torch"]
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    except RuntimeError:
+        return torch.empty(count, dtype=torch.uint8)
 
 
 # CUDA holds work of all threads up while it registers memory: about 10 ms for this much.
@@ -132,8 +194,7 @@ class Arena:
         torch = sys.modules["torch"]
         source = _bytes_at(address, count)
         with torch.no_grad():
-            is_plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
-            target = out if is_plain else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            target = _plain(out)
             memory = target.detach().reshape(-1).view(torch.uint8)
             for begin, size in self._spans(address, count):
                 memory[begin : begin + size].copy_(source[begin : begin + size])

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import _collector, _convert, _dtypes, _frameworks, _html, _native, _state
+from . import _collector, _convert, _device, _dtypes, _frameworks, _html, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
@@ -215,6 +215,7 @@ class Snapshot(SnapshotView):
             return dtypes.get(name) == "bf16" and self._tensors[name].dtype == "f32"
 
         held: list[tuple[str, Any]] = []
+        on_device: dict[str, Any] = {}
         tied: dict[str, str] = {}
         stored: dict[str, str] = {}
         with _collector.paused():
@@ -228,13 +229,21 @@ class Snapshot(SnapshotView):
                     if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
                         tied[name] = first
                         continue
+                    if device is not None and not is_rounded(name) and kind_of(name) == "torch" and _convert.is_remote(device):
+                        on_device[name] = _convert.new_on(device, info.dtype, info.shape, name)
+                        places[name] = _giving(on_device[name])
+                        continue
                     if is_rounded(name):
                         places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
                         rounded.append((name, (0,) * len(info.shape), info.shape, places[name].buffer))
                         continue
                     place = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
                 else:
-                    place = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
+                    later = _read_later if have is None else None
+                    place = _frameworks.place_in(targets[name], info.dtype, info.shape, name, later)
+                    if callable(place.buffer):
+                        on_device[name], places[name] = targets[name], place
+                        continue
                     if have is not None:
                         places[name] = place
                         held.append((name, place.buffer))
@@ -248,6 +257,8 @@ class Snapshot(SnapshotView):
         if have is not None:
             self._native.update_into(self._store.snapshot(have), without_ties(self._tensors, held))
         self._native.read_into(without_ties(self._tensors, requests))
+        if on_device:
+            _device.read_whole(self._native, on_device)
         if rounded:
             self._native.read_as_bf16_into(rounded)
         loaded = {name: place.finish() for name, place in places.items()}
@@ -305,6 +316,16 @@ class Snapshot(SnapshotView):
 
 def _is_pattern(name: str) -> bool:
     return any(letter in name for letter in "*?[{")
+
+
+def _giving(tensor: Any) -> _frameworks.Place:
+    """A place without memory, for a tensor that is filled in another way."""
+    return _frameworks.Place(None, lambda: tensor)
+
+
+def _read_later(out: Any, address: int, count: int) -> None:
+    """Stands for the read into a tensor on a device, which comes after all others."""
+    raise NotImplementedError
 
 
 def without_ties(tensors: Mapping[str, TensorInfo], requests: list[Any]) -> list[Any]:

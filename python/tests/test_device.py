@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tensorcask
 import torch
-from tensorcask import _device, _frameworks
+from tensorcask import _convert, _device, _frameworks, _native
 
 
 class Runtime:
@@ -122,4 +122,54 @@ def test_a_restore_fills_memory_that_is_not_the_hosts(url, host_memory, tmp_path
     assert found.source == source
     for name, expected in state_of(1.5).items():
         assert found.state[name] is out[name] if name != "n" else found.state[name] == 3
+        assert name == "n" or torch.equal(out[name], expected), name
+
+
+def test_tensors_of_a_device_are_read_window_by_window(memory, monkeypatch):
+    monkeypatch.setattr(_device, "WINDOW_BYTES", 1 << 20)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(5000, 1000, generator=generator)
+
+    def state(step):
+        moved = weights + step * torch.randn(5000, 1000, generator=generator) * 1e-3
+        rest = {"bias": torch.randn(7), "flags": torch.arange(1001) % 3 == step % 3, "none": torch.zeros(0, 3), "one": torch.tensor(float(step))}
+        return {"model.w": moved.bfloat16(), "master.w": moved, "turned": moved[:50], **rest}
+
+    saved = {step: state(step) for step in (1, 2)}
+    for step, one in saved.items():
+        assert tensorcask.save(one, memory, step=step, policy="consecutive").kind == ("base" if step == 1 else "delta")
+    for step, one in saved.items():
+        outs = {name: torch.zeros_like(value) for name, value in one.items()}
+        # Its elements are not in order, so it gets them by a copy.
+        outs["turned"] = torch.zeros(1000, 50).t()
+        snapshot = tensorcask.Store(memory).snapshot(step)
+        windows = _native.windows(snapshot._native, list(outs), 1 << 20)
+        assert len(windows) > 4 and sum(map(len, windows)) > len(outs), "large tensors are divided"
+        _device.read_whole(snapshot._native, outs)
+        for name, expected in one.items():
+            assert torch.equal(outs[name], expected), name
+
+
+def test_a_load_makes_tensors_on_a_device(memory, monkeypatch):
+    """Here, the CPU is a device that is not the host's memory."""
+    monkeypatch.setattr(_convert, "is_remote", lambda device: device == "cpu")
+    tensorcask.save(state_of(1.5), memory, step=1)
+    reads, read_whole = [], _device.read_whole
+    monkeypatch.setattr(_device, "read_whole", lambda native, outs: (reads.append(set(outs)), read_whole(native, outs)))
+    for loaded in (tensorcask.load(memory, device="cpu"), tensorcask.load(memory, device="cpu", dtype="f64")):
+        assert reads.pop() == {"a", "none", "one", "view"}
+        assert list(loaded) == list(state_of(1.5)) and loaded["a"] is loaded["b"]
+        for name, expected in state_of(1.5).items():
+            assert loaded[name] == 3 if name == "n" else torch.equal(loaded[name].float(), expected), name
+    tensors = tensorcask.load(memory, device="cpu", tensors=["one", "view"])
+    assert list(tensors) == ["one", "view"] and torch.equal(tensors["view"], state_of(1.5)["view"])
+
+
+def test_a_load_fills_memory_that_is_not_the_hosts(memory, monkeypatch):
+    monkeypatch.setattr(_frameworks, "is_on_device", lambda _tensor: True)
+    tensorcask.save(state_of(1.5), memory, step=1)
+    out = state_of(0.0)
+    loaded = tensorcask.load(memory, out=out)
+    for name, expected in state_of(1.5).items():
+        assert loaded[name] is out[name] if name != "n" else loaded[name] == 3
         assert name == "n" or torch.equal(out[name], expected), name

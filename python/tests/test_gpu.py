@@ -133,6 +133,9 @@ def test_a_restore_fills_tensors_of_the_device(url, folder):
     for loaded in (tensorcask.load(url, device="cuda"), tensorcask.load(url, map_location="cuda:0")):
         assert loaded["model"]["blocks.0.up.weight"].device == torch.device("cuda", 0)
         assert_equal(loaded, expected)
+    weights.zero_()
+    assert_equal(tensorcask.load(url, out=out), expected)
+    assert torch.equal(weights.cpu(), expected["model"]["blocks.0.up.weight"])
 
 
 def test_save_and_dcp_take_tensors_of_the_device(url):

@@ -15,8 +15,7 @@ use serde_json::{Map, Value, json};
 
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
-use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed, parallel};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, SlicePart, Snapshot, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -128,19 +127,10 @@ pub struct Selected {
     pub slice: Slice,
 }
 
-/// Bytes of tensors that two threads read before they are written. More threads get larger windows. A single larger piece
-/// exceeds this limit.
-const WINDOW_BYTES: u64 = 64 << 20;
-
-/// Elements of a piece of a large tensor: a few pieces, one for each tensor of a parameter, fill a window.
-const PIECE_ELEMENTS: u64 = 1 << 22;
-
 /// Part of a tensor that is read and written at once.
 struct Piece<'a> {
-    tensor: &'a DirectoryTensor,
+    name: &'a str,
     slice: Slice,
-    /// First row in the tensor.
-    first_row: u64,
     bytes: u64,
     /// Position in the output file.
     position: u64,
@@ -159,7 +149,7 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
         header.insert("__metadata__".into(), json!(snapshot.metadata()));
     }
     let mut end = 0u64;
-    let mut plans = Vec::new();
+    let (mut slices, mut starts) = (Vec::new(), Vec::new());
     for Selected { name, slice } in selected {
         let tensor = snapshot.tensor(name)?;
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
@@ -171,7 +161,8 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
         if header.insert(name.clone(), entry).is_some() {
             return Err(Error::invalid("selected twice").tensor(name));
         }
-        plans.push((tensor, rect, bytes, start));
+        slices.push((name.as_str(), slice.clone()));
+        starts.push(start);
     }
     let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     header.resize(header.len().next_multiple_of(8), b' ');
@@ -183,87 +174,51 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     let file_bytes = data_start.checked_add(end).ok_or_else(|| Error::limit("a file beyond 2^64 bytes"))?;
     out.rewind().and_then(|()| out.write_all(&prefix)).and_then(|()| out.write_all(&header)).map_err(io)?;
 
-    let mut pieces: Vec<Piece<'_>> =
-        plans.iter().flat_map(|(tensor, rect, bytes, start)| pieces(tensor, rect, *bytes, data_start + start)).collect();
-    pieces.sort_by(|a, b| (&a.tensor.param, &a.tensor.shape, a.first_row).cmp(&(&b.tensor.param, &b.tensor.shape, b.first_row)));
-    let mut group: Vec<Piece<'_>> = Vec::new();
-    let mut group_bytes = 0;
     let mut buffer = Vec::new();
-    let most = parallel::window_bytes(WINDOW_BYTES);
-    for piece in pieces {
-        if group_bytes + piece.bytes > most && !group.is_empty() {
-            write_group(snapshot, &mut std::mem::take(&mut group), &mut buffer, out).await?;
-            group_bytes = 0;
-        }
-        group_bytes += piece.bytes;
-        group.push(piece);
+    for window in SlicePart::windows(snapshot, &slices, u64::MAX)? {
+        let piece = |part: &SlicePart| {
+            let (&(name, _), &start) = (slices.get(part.item)?, starts.get(part.item)?);
+            Some(Piece { name, slice: part.slice(), bytes: part.bytes, position: data_start + start + part.first_byte })
+        };
+        let mut pieces: Vec<Piece<'_>> = window.iter().filter_map(piece).collect();
+        write_window(snapshot, &mut pieces, &mut buffer, out).await?;
     }
-    write_group(snapshot, &mut group, &mut buffer, out).await?;
     out.flush().map_err(io)?;
     Ok(file_bytes)
 }
 
-/// Reads a group of pieces into `buffer`, which is reused for every group, because fresh pages cost more than reading
-/// into existing ones. Then writes the pieces to their places.
+/// Reads a window into `buffer`, which is reused for every window, because fresh pages cost more than reading into existing
+/// ones. Then writes the pieces to their places.
 #[boxed]
-async fn write_group(
+async fn write_window(
     snapshot: &Snapshot,
-    group: &mut [Piece<'_>],
+    window: &mut [Piece<'_>],
     buffer: &mut Vec<u8>,
     out: &mut (impl Write + Seek + Send),
 ) -> Result<()> {
-    group.sort_by_key(|piece| piece.position);
-    let total = to_usize(group.iter().map(|piece| piece.bytes).sum(), "a group of tensors")?;
+    window.sort_by_key(|piece| piece.position);
+    let total = to_usize(window.iter().map(|piece| piece.bytes).sum(), "a window of tensors")?;
     if buffer.len() < total {
-        *buffer = zeroed(total, "a group of tensors")?;
+        *buffer = zeroed(total, "a window of tensors")?;
     }
     let mut rest = &mut buffer[..total];
-    let mut requests = Vec::with_capacity(group.len());
-    for piece in group.iter() {
+    let mut requests = Vec::with_capacity(window.len());
+    for piece in window.iter() {
         // The sizes are parts of the total, which fits `usize`.
         let (head, tail) = rest.split_at_mut(piece.bytes as usize);
-        requests.push(ReadRequest { name: piece.tensor.name.as_str(), slice: piece.slice.clone(), out: head });
+        requests.push(ReadRequest { name: piece.name, slice: piece.slice.clone(), out: head });
         rest = tail;
     }
     snapshot.read_many_into(requests).await?;
     let mut rest = &buffer[..total];
-    for run in group.chunk_by(|before, after| before.position.saturating_add(before.bytes) == after.position) {
+    for run in window.chunk_by(|before, after| before.position.saturating_add(before.bytes) == after.position) {
         let Some(first) = run.first() else { continue };
         let (bytes, tail) = rest.split_at(run.iter().map(|piece| piece.bytes as usize).sum());
         let written = out.seek(SeekFrom::Start(first.position)).and_then(|_| out.write_all(bytes));
-        written.map_err(|e| Error::io("the output file", e).tensor(&first.tensor.name))?;
+        written.map_err(|e| Error::io("the output file", e).tensor(first.name))?;
         rest = tail;
     }
     Ok(())
-}
-
-/// Splits a large rectangle into consecutive ranges of its first dimension, at the same rows for all tensors of a
-/// shape. Each has about [`PIECE_ELEMENTS`] and, if the rows allow it, is a multiple of a chunk.
-fn pieces<'a>(tensor: &'a DirectoryTensor, rect: &crate::Rect, bytes: u64, position: u64) -> Vec<Piece<'a>> {
-    let ranges = |rows: std::ops::Range<u64>| {
-        let rest = rect.offset.iter().zip(&rect.shape).skip(1).map(|(&offset, &extent)| offset..offset + extent);
-        Slice::ranges(std::iter::once(rows).chain(rest).collect::<Vec<_>>())
-    };
-    let whole = |slice| vec![Piece { tensor, slice, first_row: rect.offset.first().copied().unwrap_or(0), bytes, position }];
-    let (Some(&first), Some(&rows)) = (rect.offset.first(), rect.shape.first()) else { return whole(Slice::all()) };
-    if rect.element_count().is_none_or(|count| count <= PIECE_ELEMENTS) || tensor.dtype.is_packed() {
-        return whole(ranges(first..first + rows));
-    }
-    let row_elements = rect.shape[1..].iter().product::<u64>().max(1);
-    let row_bytes = (bytes / rows).max(1);
-    let chunk_rows = crate::ChunkGrid::new(tensor.dtype, &tensor.shape).map_or(1, |grid| (grid.chunk_elements() / row_elements).max(1));
-    let step = (PIECE_ELEMENTS / row_elements / chunk_rows * chunk_rows).max(1);
-    let mut pieces = Vec::new();
-    let mut row = 0;
-    while row < rows {
-        // Pieces begin on rows that are multiples of a chunk in the whole tensor.
-        let next = ((first + row) / step * step + step - first).min(rows);
-        let slice = ranges(first + row..first + next);
-        let (bytes, position) = ((next - row) * row_bytes, position + row * row_bytes);
-        pieces.push(Piece { tensor, slice, first_row: first + row, bytes, position });
-        row = next;
-    }
-    pieces
 }
 
 fn parse<'a>(path: &str, bytes: &'a Bytes) -> Result<SafeTensors<'a>> {

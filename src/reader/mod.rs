@@ -7,6 +7,7 @@
 //! | `cask_source` | the bytes of a cask: an object, or a part of a log entry |
 //! | `execute` | fetches and decodes chunks through an opened chain |
 //! | `narrow`, `view` | reads f32 as bf16; maps raw tensors of local files |
+//! | `windows` | divides a state into parts that are read one after the other |
 //! | `since` | updates a state to another snapshot |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
 //! | `tables`, `survey` | tensors and chunks as Arrow tables; the same read of many snapshots |
@@ -33,6 +34,7 @@ mod tables;
 mod tensor_statistics;
 mod view;
 mod watch;
+mod windows;
 
 use std::collections::BTreeMap;
 
@@ -58,6 +60,7 @@ pub use survey::Survey;
 pub use tables::StoreTables;
 pub use tensor_statistics::TensorStatistics;
 pub use watch::SnapshotWatch;
+pub use windows::SlicePart;
 
 use crate::commit::{LogState, SnapshotRecord};
 use crate::limits::{to_usize, zeroed};
