@@ -152,7 +152,7 @@ def _kinds(case):
 
 
 def markdown(results):
-    data = "--data DIR with files of the same names, of larger slices of the same run" if results["own_data"] else "tests/data"
+    data = "--data DIR with larger slices of a run (`bash benches/data/make DIR`)" if results["own_data"] else "tests/data"
     names = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         "# Peers and tensorcask on the same tensors",
