@@ -7,7 +7,10 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Limit on the bytes of a window, for machines with very many cores.
+/// Decoded bytes of a window of a save with two threads.
+pub(crate) const SAVE_WINDOW_BYTES: u64 = 16 << 20;
+
+/// Limit on the bytes of a window, for machines with many cores.
 const MAX_WINDOW_BYTES: u64 = 256 << 20;
 
 /// Id of the process that uses the global pool; 0 before the first call.

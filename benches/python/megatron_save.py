@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=2 python benches/python/megatron_save.py [--layers 8] [--hidden 512] [--rounds 5] [--every 4] [--folder DIR]
 
 Trains a GPT in f32 on the CPU, one rank of gloo, and saves after every few steps. Stall: seconds from the call until the next step may
-begin. The last column is the time from the end of the last step until the last save is on disk. Needs megatron-core==0.16.1.
+begin, without the calls that finish asynchronous saves later. The next column is the time from the end of the last call until that save is
+on disk. Needs megatron-core==0.16.1.
 """
 
 import argparse

@@ -25,8 +25,8 @@ def check_device(framework: str, device: Any) -> None:
 
 
 def is_remote(device: Any) -> bool:
-    """Whether torch would copy a tensor of host memory to this device."""
-    return bool(import_module("torch").device(device).type != "cpu")
+    """Whether torch copies host memory to this device through CUDA, in part and asynchronously."""
+    return bool(import_module("torch").device(device).type == "cuda")
 
 
 def new_on(device: Any, dtype: str, shape: Sequence[int], name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from . import _native
+from ._errors import InvalidValueError
 
 
 def is_on_device(tensor: Any) -> bool:
@@ -27,21 +29,22 @@ def written(tensor: Any) -> Any:
     return tensor
 
 
-# A load reads a state into host memory in windows of at most this size.
+# A load reads a state into host memory in windows of at most this size. A single larger part exceeds it.
 WINDOW_BYTES = 128 << 20
 # Begins of tensors in a window are multiples of this.
 ALIGNMENT = 64
 
 
 def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
-    """Reads whole tensors into tensors on devices.
+    """Reads whole tensors into contiguous tensors on devices.
 
-    Needs two host buffers of a window each, however large the state is: one is filled while the other is copied to the device.
+    Needs two host buffers of a window each: one is filled while the other is copied to the device.
     """
     torch = sys.modules["torch"]
-    windows = _native.windows(native, list(outs), WINDOW_BYTES)
-    names, targets = list(outs), [_plain(written(out)) for out in outs.values()]
-    memory = [target.detach().reshape(-1).view(torch.uint8) for target in targets]
+    check_apart(outs)
+    names = list(outs)
+    windows = _native.windows(native, names, WINDOW_BYTES - (1 << 20))
+    memory = [written(out).detach().reshape(-1).view(torch.uint8) for out in outs.values()]
 
     def room(count: int) -> int:
         return -(-count // ALIGNMENT) * ALIGNMENT
@@ -68,25 +71,33 @@ def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
     for events in copied:
         for event in events:
             event.synchronize()
-    for target, out in zip(targets, outs.values(), strict=True):
-        if target is not out:
-            with torch.no_grad():
-                out.copy_(target)
 
 
-def _plain(tensor: Any) -> Any:
-    """The tensor, or a new one whose memory has the elements in order."""
-    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor if is_plain else sys.modules["torch"].empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def check_apart(outs: Mapping[str, Any]) -> None:
+    """Refuses tensors that share memory: one would overwrite the other."""
+    spans = [(str(out.device), out.data_ptr(), out.data_ptr() + out.nbytes, name) for name, out in outs.items() if out.nbytes]
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(sorted(spans)):
+        if device == other_device and begin < end:
+            raise InvalidValueError(f"out: `{name}` and `{other}` share memory on {device}")
+
+
+def reads_directly(out: Any) -> bool:
+    """Whether :func:`read_whole` can fill this array: a plain torch tensor on a GPU."""
+    return getattr(getattr(out, "device", None), "type", None) == "cuda" and is_plain(out)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether the memory of a torch tensor has its elements in order."""
+    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _pinned(count: int) -> Any:
     """Host memory from which copies to a GPU are asynchronous, if there is a GPU and the system allows it."""
     torch = sys.modules["torch"]
     try:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
     except RuntimeError:
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
 # CUDA holds work of all threads up while it registers memory: about 10 ms for this much.
@@ -194,7 +205,7 @@ class Arena:
         torch = sys.modules["torch"]
         source = _bytes_at(address, count)
         with torch.no_grad():
-            target = _plain(out)
+            target = out if is_plain(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
             memory = target.detach().reshape(-1).view(torch.uint8)
             for begin, size in self._spans(address, count):
                 memory[begin : begin + size].copy_(source[begin : begin + size])

@@ -357,10 +357,10 @@ def place_in(
         theirs = check_torch(out, f"out, `{name}`")
         if theirs != dtype or tuple(out.shape) != torch_shape(dtype, shape, name):
             refuse(f"is {out.dtype} of shape {list(out.shape)}")
-        if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
-            return Place(torch_bytes(torch, written(out)), lambda: out)
         if fill is not None and is_on_device(out):
             return Place(partial(fill, out), lambda: out)
+        if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
+            return Place(torch_bytes(torch, written(out)), lambda: out)
         fresh = place("torch", dtype, shape, name)
 
         def copy() -> Any:

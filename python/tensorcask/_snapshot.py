@@ -216,6 +216,7 @@ class Snapshot(SnapshotView):
 
         held: list[tuple[str, Any]] = []
         on_device: dict[str, Any] = {}
+        filled: set[tuple[str, int]] = set()
         tied: dict[str, str] = {}
         stored: dict[str, str] = {}
         with _collector.paused():
@@ -229,7 +230,7 @@ class Snapshot(SnapshotView):
                     if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
                         tied[name] = first
                         continue
-                    if device is not None and not is_rounded(name) and kind_of(name) == "torch" and _convert.is_remote(device):
+                    if device is not None and name not in dtypes and kind_of(name) == "torch" and _convert.is_remote(device):
                         on_device[name] = _convert.new_on(device, info.dtype, info.shape, name)
                         places[name] = _giving(on_device[name])
                         continue
@@ -239,10 +240,15 @@ class Snapshot(SnapshotView):
                         continue
                     place = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
                 else:
-                    later = _read_later if have is None else None
-                    place = _frameworks.place_in(targets[name], info.dtype, info.shape, name, later)
+                    target = targets[name]
+                    is_direct = have is None and _device.reads_directly(target)
+                    place = _frameworks.place_in(target, info.dtype, info.shape, name, _read_later if is_direct else None)
                     if callable(place.buffer):
-                        on_device[name], places[name] = targets[name], place
+                        # Tied tensors of the caller are one tensor, too.
+                        if (info.alias_of or name, target.data_ptr()) not in filled:
+                            on_device[name] = target
+                        filled.add((info.alias_of or name, target.data_ptr()))
+                        places[name] = place
                         continue
                     if have is not None:
                         places[name] = place

@@ -133,15 +133,13 @@ def test_tensors_of_a_device_are_read_window_by_window(memory, monkeypatch):
     def state(step):
         moved = weights + step * torch.randn(5000, 1000, generator=generator) * 1e-3
         rest = {"bias": torch.randn(7), "flags": torch.arange(1001) % 3 == step % 3, "none": torch.zeros(0, 3), "one": torch.tensor(float(step))}
-        return {"model.w": moved.bfloat16(), "master.w": moved, "turned": moved[:50], **rest}
+        return {"model.w": moved.bfloat16(), "master.w": moved, "part": moved[:50], **rest}
 
     saved = {step: state(step) for step in (1, 2)}
     for step, one in saved.items():
         assert tensorcask.save(one, memory, step=step, policy="consecutive").kind == ("base" if step == 1 else "delta")
     for step, one in saved.items():
         outs = {name: torch.zeros_like(value) for name, value in one.items()}
-        # Its elements are not in order, so it gets them by a copy.
-        outs["turned"] = torch.zeros(1000, 50).t()
         snapshot = tensorcask.Store(memory).snapshot(step)
         windows = _native.windows(snapshot._native, list(outs), 1 << 20)
         assert len(windows) > 4 and sum(map(len, windows)) > len(outs), "large tensors are divided"
@@ -154,22 +152,53 @@ def test_a_load_makes_tensors_on_a_device(memory, monkeypatch):
     """Here, the CPU is a device that is not the host's memory."""
     monkeypatch.setattr(_convert, "is_remote", lambda device: device == "cpu")
     tensorcask.save(state_of(1.5), memory, step=1)
-    reads, read_whole = [], _device.read_whole
-    monkeypatch.setattr(_device, "read_whole", lambda native, outs: (reads.append(set(outs)), read_whole(native, outs)))
-    for loaded in (tensorcask.load(memory, device="cpu"), tensorcask.load(memory, device="cpu", dtype="f64")):
-        assert reads.pop() == {"a", "none", "one", "view"}
-        assert list(loaded) == list(state_of(1.5)) and loaded["a"] is loaded["b"]
-        for name, expected in state_of(1.5).items():
-            assert loaded[name] == 3 if name == "n" else torch.equal(loaded[name].float(), expected), name
+    reads = noted_reads(monkeypatch)
+    loaded = tensorcask.load(memory, device="cpu")
+    assert reads.pop() == {"a", "none", "one", "view"}
+    assert list(loaded) == list(state_of(1.5)) and loaded["a"] is loaded["b"]
+    assert_state(loaded, 1.5)
     tensors = tensorcask.load(memory, device="cpu", tensors=["one", "view"])
-    assert list(tensors) == ["one", "view"] and torch.equal(tensors["view"], state_of(1.5)["view"])
+    assert reads.pop() == {"one", "view"} and list(tensors) == ["one", "view"] and torch.equal(tensors["view"], state_of(1.5)["view"])
+    # Converted tensors come through the host: the device never holds both forms. A scalar is not converted.
+    halves = tensorcask.load(memory, device="cpu", dtype="f16")
+    assert reads.pop() == {"one"} and halves["a"].dtype == torch.float16 and halves["a"] is halves["b"]
 
 
-def test_a_load_fills_memory_that_is_not_the_hosts(memory, monkeypatch):
-    monkeypatch.setattr(_frameworks, "is_on_device", lambda _tensor: True)
+def test_a_load_fills_tensors_of_a_device(memory, monkeypatch):
+    for module, name in ((_frameworks, "is_on_device"), (_device, "is_on_device")):
+        monkeypatch.setattr(module, name, lambda _tensor: True)
+    monkeypatch.setattr(_device, "reads_directly", lambda tensor: isinstance(tensor, torch.Tensor) and _device.is_plain(tensor))
     tensorcask.save(state_of(1.5), memory, step=1)
+    reads = noted_reads(monkeypatch)
     out = state_of(0.0)
     loaded = tensorcask.load(memory, out=out)
-    for name, expected in state_of(1.5).items():
-        assert loaded[name] is out[name] if name != "n" else loaded[name] == 3
-        assert name == "n" or torch.equal(out[name], expected), name
+    # "b" is tied to "a"; the elements of "view" are not in order.
+    assert reads.pop() == {"a", "none", "one"}
+    assert_state(loaded, 1.5)
+    assert_state(out, 1.5)
+    assert all(loaded[name] is out[name] for name in ("a", "b", "view", "none", "one"))
+    with pytest.raises(tensorcask.InvalidArgumentError, match="`one` of|shape"):
+        tensorcask.load(memory, out=state_of(0.0) | {"one": torch.zeros(2)})
+
+
+def test_tensors_of_a_device_that_share_memory_are_refused(memory, monkeypatch):
+    both = torch.zeros(2, 100)
+    tensorcask.save({"first": torch.ones(100), "second": torch.full((100,), 2.0)}, memory, step=1)
+    snapshot = tensorcask.Store(memory).snapshot()
+    _device.read_whole(snapshot._native, {"first": both[0], "second": both[1]})
+    assert both[0].eq(1).all() and both[1].eq(2).all()
+    flat = both.flatten()
+    with pytest.raises(tensorcask.InvalidArgumentError, match="`first` and `second` share memory on cpu"):
+        _device.read_whole(snapshot._native, {"first": flat[:100], "second": flat[50:150]})
+
+
+def noted_reads(monkeypatch):
+    """Names of the tensors of each read into tensors of a device."""
+    reads, read_whole = [], _device.read_whole
+    monkeypatch.setattr(_device, "read_whole", lambda native, outs: (reads.append(set(outs)), read_whole(native, outs)))
+    return reads
+
+
+def assert_state(found, value):
+    for name, expected in state_of(value).items():
+        assert name == "n" or torch.equal(found[name], expected), name

@@ -31,7 +31,8 @@ use crate::{
     SnapshotRecord, StepSelector, StoreOptions, Tensor, TensorView, WriterOptions,
 };
 
-/// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
+/// Blocking [`Store`](crate::Store). Do not use it in async code, nor in tasks of rayon: a thread that waits for
+/// the library may be given another task, which would start a runtime inside of a runtime and panic.
 #[derive(Debug, Clone)]
 pub struct Store {
     inner: crate::Store,

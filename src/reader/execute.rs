@@ -366,14 +366,17 @@ fn places_in(shards: &[ShardPlan], chunks: &[(usize, u64)], rect: &Rect, out_byt
 fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     let mut batches: Vec<Vec<Job<'a>>> = Vec::new();
     let mut size = u64::MAX;
-    let most = parallel::window_bytes(BATCH_BYTES);
+    let decoded = |shard: usize, chunk: u64| {
+        let bytes = shards[shard].grid.bytes(chunk);
+        bytes.end - bytes.start
+    };
+    let all: u64 =
+        jobs.iter().flat_map(|job| job.wanted.iter().map(|wanted| decoded(wanted.shard, job.chunk))).fold(0, u64::saturating_add);
+    // Several batches for each call: the next is fetched while one is decoded.
+    let most = parallel::window_bytes(BATCH_BYTES).min((all / 4).max(BATCH_BYTES));
     for job in jobs {
-        let decoded = |shard: usize| {
-            let bytes = shards[shard].grid.bytes(job.chunk);
-            bytes.end - bytes.start
-        };
         let pages = job.recipe.ops.iter().flat_map(|op| &op.step.entry.pages).map(|page| page.range.end - page.range.start);
-        let cost = job.wanted.iter().map(|wanted| decoded(wanted.shard)).sum::<u64>() + pages.sum::<u64>();
+        let cost = job.wanted.iter().map(|wanted| decoded(wanted.shard, job.chunk)).sum::<u64>() + pages.sum::<u64>();
         if size.saturating_add(cost) > most {
             batches.push(Vec::new());
             size = 0;

@@ -14,9 +14,9 @@ use crate::store::concurrently;
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error, Result, Slice, Tensor, boxed, parallel};
 
-/// Limit on the decoded bytes of a batch with two threads. More threads get larger batches, see
+/// Limit on the decoded bytes of all batches at a time with two threads. More threads get larger batches, see
 /// [`parallel::window_bytes`]. A single larger chunk exceeds this limit.
-const BATCH_BYTES: u64 = 16 << 20;
+const BATCH_BYTES: u64 = 64 << 20;
 
 /// Number of tensors read at once.
 const CONCURRENT_TENSORS: usize = 4;
@@ -90,7 +90,7 @@ impl Bf16View<'_> {
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
         let shards = self.chain.shards_in(tensor, rect)?;
         let rows = self.chain.load_plans(&shards).await?;
-        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES));
+        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES) / CONCURRENT_TENSORS as u64);
         for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {
             for chunk in touched(plan.grid, &plan.rect, rect) {
                 let (step, _) = plan.stored(&self.chain.links, rows, chunk, 0)?;

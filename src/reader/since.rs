@@ -36,6 +36,15 @@ enum Way {
     Rebuild,
 }
 
+impl Way {
+    /// Bytes of the pages that are read for it, besides those of a rebuild, which are limited by themselves.
+    fn page_bytes(&self) -> u64 {
+        let Self::Deltas(steps) = self else { return 0 };
+        let pages = steps.iter().flat_map(|step| &step.entry.pages);
+        pages.map(|page| page.range.end.saturating_sub(page.range.start)).fold(0, u64::saturating_add)
+    }
+}
+
 struct Work {
     item: usize,
     shard: usize,
@@ -94,7 +103,7 @@ impl Snapshot {
                 let held_crc = known.as_ref().map(|known| known.crc);
                 let way = update.way(plan, wanted, known);
                 let bytes = plan.grid.bytes(chunk);
-                batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
+                batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start).saturating_add(way.page_bytes());
                 batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
                 if batch_bytes >= most {
                     update.apply(std::mem::take(&mut batch), &mut outs, &mut done).await?;

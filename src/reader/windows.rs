@@ -10,6 +10,9 @@ const WINDOW_BYTES: u64 = 64 << 20;
 /// Elements of a part of a large tensor: a few parts, one for each tensor of a parameter, fill a window.
 const PART_ELEMENTS: u64 = 1 << 22;
 
+/// Largest number of parts of a slice. A directory may claim any size.
+const MAX_PARTS: u64 = 1 << 16;
+
 /// Consecutive rows of a slice of a tensor, to be read at once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlicePart {
@@ -75,7 +78,7 @@ fn parts_of(item: usize, tensor: &DirectoryTensor, rect: &Rect, bytes: u64) -> V
     let row_elements = rect.shape[1..].iter().product::<u64>().max(1);
     let row_bytes = (bytes / rows).max(1);
     let chunk_rows = ChunkGrid::new(tensor.dtype, &tensor.shape).map_or(1, |grid| (grid.chunk_elements() / row_elements).max(1));
-    let step = (PART_ELEMENTS / row_elements / chunk_rows * chunk_rows).max(1);
+    let step = (PART_ELEMENTS / row_elements / chunk_rows * chunk_rows).max(1).max(rows.div_ceil(MAX_PARTS));
     let mut parts = Vec::new();
     let mut row = 0;
     while row < rows {

@@ -10,11 +10,10 @@ use tokio::task::JoinHandle;
 
 use super::Store;
 use super::upload::Upload;
-use crate::Result;
+use crate::{Result, parallel};
 
-/// Limit on the bytes that wait for the second store, besides the parts in flight. Beyond the limit, an object is no
-/// longer
-/// sent ahead, and the copier copies the rest later.
+/// Limit on the bytes that wait for the second store, besides the parts in flight; larger if a window of the save is larger,
+/// because a window comes at once. Beyond the limit, an object is no longer sent ahead, and the copier copies the rest later.
 const MAX_WAITING_BYTES: u64 = 64 << 20;
 
 /// Casks sent to another store before their snapshot is committed in its own store.
@@ -33,6 +32,7 @@ pub struct AheadUploads(Arc<Inner>);
 struct Inner {
     destination: Store,
     waiting: Arc<AtomicU64>,
+    max_waiting_bytes: u64,
     begun: Mutex<HashMap<String, JoinHandle<Result<Begun>>>>,
 }
 
@@ -49,7 +49,8 @@ pub(crate) struct Begun {
 impl AheadUploads {
     /// Sends to `destination`, which must exist before the writer begins to send.
     pub fn new(destination: &Store) -> Self {
-        Self(Arc::new(Inner { destination: destination.clone(), waiting: Arc::default(), begun: Mutex::default() }))
+        let max_waiting_bytes = MAX_WAITING_BYTES.max(parallel::window_bytes(parallel::SAVE_WINDOW_BYTES));
+        Self(Arc::new(Inner { destination: destination.clone(), waiting: Arc::default(), max_waiting_bytes, begun: Mutex::default() }))
     }
 
     /// Returns the destination store.
@@ -67,7 +68,7 @@ impl AheadUploads {
         let upload = Upload::new(&self.0.destination, object.to_owned(), expected_bytes);
         let sending = tokio::spawn(send(upload, receiver, self.0.waiting.clone()));
         self.begun().insert(object.to_owned(), sending);
-        Tee { sender: Some(sender), waiting: self.0.waiting.clone() }
+        Tee { sender: Some(sender), waiting: self.0.waiting.clone(), max_waiting_bytes: self.0.max_waiting_bytes }
     }
 
     /// Returns the upload of an object whose writing has ended. Returns `None` if the object must be copied whole.
@@ -115,6 +116,7 @@ fn byte_count(pieces: &[Bytes]) -> u64 {
 pub(super) struct Tee {
     sender: Option<UnboundedSender<Vec<Bytes>>>,
     waiting: Arc<AtomicU64>,
+    max_waiting_bytes: u64,
 }
 
 impl Tee {
@@ -123,7 +125,7 @@ impl Tee {
         let Some(sender) = &self.sender else { return };
         let count = byte_count(pieces);
         let waiting = self.waiting.fetch_add(count, Ordering::Relaxed);
-        if (waiting > 0 && waiting + count > MAX_WAITING_BYTES) || sender.send(pieces.to_vec()).is_err() {
+        if (waiting > 0 && waiting + count > self.max_waiting_bytes) || sender.send(pieces.to_vec()).is_err() {
             self.waiting.fetch_sub(count, Ordering::Relaxed);
             self.sender = None;
         }

@@ -11,7 +11,7 @@
 //! once when the distance becomes 1 again.
 //!
 //! Invariant: a choice is learned from whole windows, in the order of chunks, never from a chunk of the same window. So it
-//! does not depend on the number of threads.
+//! depends on the sizes of windows, which grow with the number of threads, but not on which thread is faster.
 
 use std::collections::BTreeMap;
 

@@ -250,7 +250,7 @@ impl PacedSave<'_> {
 /// Measurements and choices of the objective `auto`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ObjectiveReport {
-    /// Number of windows of at most 16 MiB by objective: `fastest`, `balanced`, `smallest`.
+    /// Number of windows by objective: `fastest`, `balanced`, `smallest`.
     pub windows: BTreeMap<String, u64>,
     /// Measured rate of encoding, in decoded bytes per second; `None` without a chunk.
     pub encode_bytes_per_second: Option<f64>,

@@ -32,8 +32,8 @@ impl Writer {
     ///
     /// Encoding runs on rayon's pool, called from this task; uploads run in parallel to it on a multi-threaded runtime.
     /// When this returns `Ok`, the snapshot is durable. Memory beyond the state: the base (unless
-    /// [`BaseKeeping::None`](crate::BaseKeeping::None)), a window of 16 MiB with its base chunks, at most four upload
-    /// parts, the begun part of each cask (up to 8 MiB), and one blob.
+    /// [`BaseKeeping::None`](crate::BaseKeeping::None)), a window with its base chunks and upload parts (16 MiB and
+    /// four parts for each pair of threads, at most 256 MiB and 32), the begun part of each cask (up to 8 MiB), and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         let begun = Instant::now();
         self.stopped.check()?;

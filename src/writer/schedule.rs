@@ -16,7 +16,7 @@ use crate::parallel;
 use crate::tensor::ChunkGrid;
 
 /// Largest number of decoded bytes in the first window, unless one unit is larger. A state of this size has one window.
-pub(crate) const FIRST_WINDOW_BYTES: u64 = 16 << 20;
+pub(crate) const FIRST_WINDOW_BYTES: u64 = parallel::SAVE_WINDOW_BYTES;
 
 /// A shard to schedule.
 #[derive(Debug, Clone)]
