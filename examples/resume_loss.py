@@ -8,8 +8,8 @@ Trains the GPT of train_gpt.py on text, once with each seed, and saves its state
 method, or with those that are named (a comma between the rules of one). From each save it goes on with the same data, and compares its losses
 with those of the run that was never stopped, and the losses of both at the end on text that no run trains on. Beside them stand runs that
 differ in what nobody would call an error: the lowest bit of each master flipped at random, other data from the save on, another
-initialisation. Each run is kept in a file: a program that was interrupted goes on after the last one. Writes resume.md and, where matplotlib
-is installed, resume.png. Needs torch.
+initialisation. Each run is kept in a file: a program that was interrupted goes on after the last one. Writes resume.json, resume.md and, where
+matplotlib is installed, resume.png. Needs torch.
 """
 
 import argparse
@@ -290,6 +290,7 @@ def main():
     begun = time.perf_counter()
 
     whole, rows = measure(arguments)
+    (arguments.out / "resume.json").write_text(json.dumps(rows))
     lines = list(tables(arguments, whole, rows))
     (arguments.out / "resume.md").write_text("\n".join(lines))
     print("\n".join(lines))

@@ -61,6 +61,7 @@ __all__ = [
     "stop",
     "times_of_saves",
     "unpack",
+    "windows",
 ]
 
 class Error(Exception):
