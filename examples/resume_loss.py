@@ -13,6 +13,7 @@ matplotlib is installed, resume.png. Needs torch.
 """
 
 import argparse
+import functools
 import io
 import json
 import multiprocessing
@@ -59,6 +60,10 @@ BIT, DATA, START = "lowest bits of masters flipped", "other data", "other initia
 FIRST, HELD_OUT_BATCHES = 20, 16
 
 
+def mean(values):
+    return sum(values) / len(values)
+
+
 def kept(arguments, name, make):
     """The result of a run, from its file if it was made before."""
     path = arguments.out / "runs" / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.json"
@@ -69,9 +74,10 @@ def kept(arguments, name, make):
     return json.loads(path.read_text())
 
 
-def texts(arguments):
+@functools.cache
+def texts(path, least):
     """The text of the training, and the last twentieth, which no run trains on."""
-    text = read_text(arguments.text, arguments.least_text)
+    text = read_text(path, least)
     end = len(text) - len(text) // 20
     return text[:end], text[end:]
 
@@ -81,7 +87,7 @@ def training_of(arguments, seed):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    training = Training(argparse.Namespace(**{**vars(arguments), "seed": seed}), texts(arguments)[0])
+    training = Training(argparse.Namespace(**{**vars(arguments), "seed": seed}), texts(arguments.text, arguments.least_text)[0])
     training.data.manual_seed(arguments.seed)
     # As the head, the embedding of torch is far too large.
     with torch.no_grad():
@@ -91,7 +97,7 @@ def training_of(arguments, seed):
 
 
 def held_out_loss(arguments, training):
-    text, length = texts(arguments)[1], arguments.length
+    text, length = texts(arguments.text, arguments.least_text)[1], arguments.length
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(HELD_OUT_BATCHES):
@@ -99,7 +105,7 @@ def held_out_loss(arguments, training):
         rows = torch.stack([text[start : start + length + 1] for start in starts]).to(arguments.device).long()
         with torch.no_grad():
             losses.append(F.cross_entropy(training.logits(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten()).item())
-    return sum(losses) / len(losses)
+    return mean(losses)
 
 
 def store_of(arguments, seed):
@@ -158,8 +164,8 @@ def compare(arguments, run, whole, stage):
     return {
         "stage": stage,
         "apart": apart,
-        "first": sum(apart[:FIRST]) / len(apart[:FIRST]),
-        "all": sum(apart) / len(apart),
+        "first": mean(apart[:FIRST]),
+        "all": mean(apart),
         "of_means": 100 * (sum(losses) - sum(base)) / sum(base),
         "held_out": 100 * (run["held_out"] - held_out) / held_out,
         "stored": run.get("stored"),
@@ -174,8 +180,9 @@ def measure(arguments):
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         whole = dict(zip(seeds, pool.map(whole_run, [arguments] * len(seeds), seeds), strict=True))
         names = [*arguments.methods, BIT, DATA]
-        jobs = [(case, pool.submit(resumed_run, arguments, *case)) for case in ((seed, stage, name) for stage in arguments.stages for name in names for seed in seeds)]
-        for (seed, stage, name), job in jobs:
+        cases = [(seed, stage, name) for stage in arguments.stages for name in names for seed in seeds]
+        jobs = [pool.submit(resumed_run, arguments, *case) for case in cases]
+        for (seed, stage, name), job in zip(cases, jobs, strict=True):
             row = {"name": name, **compare(arguments, job.result(), whole[seed], stage)}
             rows.append(row)
             print(f"seed {seed}, from step {stage}: {name}: {row['all']:.4f} % apart, mean loss {row['of_means']:+.4f} %", flush=True)
@@ -191,10 +198,6 @@ def measure(arguments):
 
 def named(rows, name, stage):
     return [row for row in rows if row["name"] == name and row["stage"] == stage]
-
-
-def mean(values):
-    return sum(values) / len(values)
 
 
 def tables(arguments, whole, rows):
@@ -259,7 +262,7 @@ def check_settings(arguments):
     """Refuses a folder whose runs were made with other settings."""
     told = ("layers", "width", "heads", "length", "batch", "lr", "warmup", "seed", "compute", "stages", "steps", "device")
     settings = {name: getattr(arguments, name) for name in told}
-    settings["text_bytes"] = sum(map(len, texts(arguments)))
+    settings["text_bytes"] = sum(map(len, texts(arguments.text, arguments.least_text)))
     (arguments.out / "runs").mkdir(parents=True, exist_ok=True)
     path = arguments.out / "settings.json"
     if path.exists() and json.loads(path.read_text()) != settings:

@@ -7,7 +7,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Decoded bytes of a window of a save with two threads.
+/// Largest number of decoded bytes in the first window of a save, and with two threads in every window, unless one unit is
+/// larger. A state of this size has one window.
 pub(crate) const SAVE_WINDOW_BYTES: u64 = 16 << 20;
 
 /// Limit on the bytes of a window, for machines with many cores.

@@ -41,7 +41,7 @@ def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
     Needs two host buffers of a window each: one is filled while the other is copied to the device.
     """
     torch = sys.modules["torch"]
-    check_apart(outs)
+    _check_apart(outs)
     names = list(outs)
     windows = _native.windows(native, names, WINDOW_BYTES - (1 << 20))
     memory = [written(out).detach().reshape(-1).view(torch.uint8) for out in outs.values()]
@@ -73,7 +73,7 @@ def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
             event.synchronize()
 
 
-def check_apart(outs: Mapping[str, Any]) -> None:
+def _check_apart(outs: Mapping[str, Any]) -> None:
     """Refuses tensors that share memory: one would overwrite the other."""
     spans = [(str(out.device), out.data_ptr(), out.data_ptr() + out.nbytes, name) for name, out in outs.items() if out.nbytes]
     for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(sorted(spans)):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from . import _native
-from ._device import is_on_device, written
+from ._device import is_on_device, is_plain, written
 from ._dtypes import (
     BITS,
     DTYPES,
@@ -248,7 +248,7 @@ def _lend_torch(tensor: Any, path: object, contiguous: dict[Any, Any], deferred:
             contiguous[key] = tensor.detach().resolve_conj().resolve_neg().contiguous()
             contiguous[(key, "owner")] = tensor
         return Lent("torch", dtype, shape, None, contiguous[key])
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.device.type == "cpu" and is_plain(tensor):
         try:
             plain = tensor.detach()
             return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
@@ -359,7 +359,7 @@ def place_in(
             refuse(f"is {out.dtype} of shape {list(out.shape)}")
         if fill is not None and is_on_device(out):
             return Place(partial(fill, out), lambda: out)
-        if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
+        if out.device.type == "cpu" and is_plain(out):
             return Place(torch_bytes(torch, written(out)), lambda: out)
         fresh = place("torch", dtype, shape, name)
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _frameworks, _native, _refusals
+from ._device import is_plain
 from ._dtypes import UnstorableTypeError
 from ._state import OnUnsupported
 
@@ -74,7 +75,7 @@ class Stager:
         pairs = []
         for (key, source), piece in zip(self._sources.items(), arena.pieces, strict=True):
             target = copies[key] = piece.view(source.dtype).view(source.shape)
-            if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+            if source.device.type == "cpu" and is_plain(source):
                 pairs.append((_frameworks.torch_bytes(torch, target), _frameworks.torch_bytes(torch, source)))
             else:
                 target.copy_(source)

@@ -181,7 +181,7 @@ def test_a_load_fills_tensors_of_a_device(memory, monkeypatch):
         tensorcask.load(memory, out=state_of(0.0) | {"one": torch.zeros(2)})
 
 
-def test_tensors_of_a_device_that_share_memory_are_refused(memory, monkeypatch):
+def test_tensors_of_a_device_that_share_memory_are_refused(memory):
     both = torch.zeros(2, 100)
     tensorcask.save({"first": torch.ones(100), "second": torch.full((100,), 2.0)}, memory, step=1)
     snapshot = tensorcask.Store(memory).snapshot()

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::schedule::FIRST_WINDOW_BYTES;
+use crate::parallel::SAVE_WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};
 use crate::{Blob, Error, Limits, Result, TensorView};
@@ -150,7 +150,7 @@ impl<'a> StateLayout<'a> {
 /// The slot of a rank's tensors of a role, for a state of `state_bytes`. A small state is encoded in one window, in which
 /// the order of the casks does not matter. It gets fewer casks, because each costs requests.
 pub(crate) fn slot_of_role(state_bytes: u64) -> fn(u32, &str) -> u32 {
-    if state_bytes > FIRST_WINDOW_BYTES { role_slot } else { tensor_slot }
+    if state_bytes > SAVE_WINDOW_BYTES { role_slot } else { tensor_slot }
 }
 
 /// Checks that views of one name are shards of one tensor.

@@ -12,11 +12,8 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use crate::parallel;
+use crate::parallel::{self, SAVE_WINDOW_BYTES};
 use crate::tensor::ChunkGrid;
-
-/// Largest number of decoded bytes in the first window, unless one unit is larger. A state of this size has one window.
-pub(crate) const FIRST_WINDOW_BYTES: u64 = parallel::SAVE_WINDOW_BYTES;
 
 /// A shard to schedule.
 #[derive(Debug, Clone)]
@@ -75,8 +72,7 @@ impl Window {
 /// Cuts the chunks of shards into windows that all threads share. The list holds the shards cask by cask, each in cask
 /// order.
 pub(crate) fn schedule(shards: &[PlannedShard]) -> Vec<Window> {
-    let most = parallel::window_bytes(FIRST_WINDOW_BYTES);
-    cut(shards, FIRST_WINDOW_BYTES, most)
+    cut(shards, SAVE_WINDOW_BYTES, parallel::window_bytes(SAVE_WINDOW_BYTES))
 }
 
 /// Cuts the chunks of shards into windows of at most `first` bytes, and then of twice as many each time, up to `most`. In
