@@ -36,7 +36,7 @@ State = dict[str, tuple[str, str, list[int], bytes]]
 ERRORS = b"tc.errors"
 SETTINGS = [
     "near", "compact", "*=loguniform:1", "*=loguniform:16", "*=loguniform:128", "*=remainder:0", "*=remainder:5", "*=blockwise8", "*=kmeans:8",
-    "*=kmeans:256:pruned=100:protected=100", "*=cluster", "*=cluster:4:normal:dynamic", "*=cluster<=0.01", "exp_avg*=kmeans:16:absolute",
+    "*=kmeans:256:pruned=100:protected=100", "*=kmeans:16:sensitive", "*=cluster", "*=cluster:4:normal:dynamic", "*=cluster<=0.01", "exp_avg*=kmeans:16:absolute",
 ]
 
 
@@ -73,10 +73,13 @@ def to_floats(theirs: str, values: np.ndarray) -> bytes:
     return values.astype(FLOATS[theirs]).tobytes()
 
 
+def from_floats(theirs: str, data: bytes) -> np.ndarray:
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") if theirs == "BF16" else np.frombuffer(data, FLOATS[theirs])
+
+
 def moved(rng: random.Random, theirs: str, data: bytes) -> bytes:
     """Every weight a little."""
-    generator = np.random.default_rng(rng.randrange(1 << 32))
-    values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") if theirs == "BF16" else np.frombuffer(data, FLOATS[theirs])
+    generator, values = np.random.default_rng(rng.randrange(1 << 32)), from_floats(theirs, data)
     with np.errstate(all="ignore"):
         return to_floats(theirs, values * (1 + generator.standard_normal(values.size) * 1e-3))
 
@@ -194,7 +197,7 @@ def rounded(program: str, store: Path, step: int, state: State) -> State:
             expect(stored[name][3] == tensor[3], f"{name!r} was rounded without a receipt")
             continue
         with np.errstate(all="ignore"):
-            before, after = (np.frombuffer(t[3], "<f4").astype(np.float64) for t in (tensor, stored[name]))
+            before, after = (from_floats(t[0], t[3]).astype(np.float64) for t in (tensor, stored[name]))
             counts = np.isfinite(before) & (before != 0)
             errors = np.abs(after - before)[counts] / np.abs(before)[counts]
         expect(sum(chunk[1] for chunk in told[name]) == counts.sum(), f"{name!r}: elements of the receipt")

@@ -10,6 +10,7 @@ mod elements;
 #[cfg(target_os = "linux")]
 mod engine;
 mod errors;
+mod gradients;
 mod logging;
 mod precision;
 #[cfg(target_os = "linux")]
@@ -67,6 +68,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(elements::unpack, module)?)?;
     module.add_function(wrap_pyfunction!(elements::matching, module)?)?;
     module.add_function(wrap_pyfunction!(precision::search_precision, module)?)?;
+    module.add_function(wrap_pyfunction!(precision::search_state_precision, module)?)?;
     module.add_function(wrap_pyfunction!(tree::encode_tree, module)?)?;
     module.add_function(wrap_pyfunction!(tree::decode_tree, module)?)?;
     errors::add(module)

@@ -1,12 +1,16 @@
-//! Rounding errors of tensors, and the search for a precision setting.
+//! Rounding errors of tensors, and searches for precision settings.
+
+use std::collections::BTreeMap;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tensorcask::precision::{Setting, search};
+use tensorcask::precision::{Setting, StateBudget, search, search_state};
 use tensorcask::{Dtype, Result, TensorView};
 
 use crate::buffer::Source;
 use crate::errors::raise;
+use crate::gradients::{Gradient, Gradients};
+use crate::writer::{Lent, Shard};
 
 /// Rounding error of elements against the saved values.
 #[pyclass(module = "tensorcask", frozen, get_all)]
@@ -98,6 +102,29 @@ pub(crate) fn search_precision(
             Some(error) => Err(error),
             None => found.map(RoundingChoice::of).map_err(|e| raise(&e)),
         }
+    })
+}
+
+/// Rules, settings by tensor, stored and original bytes, errors of the update and of the weights.
+type FoundPrecision = (Vec<String>, BTreeMap<String, String>, u64, u64, f64, f64);
+
+/// Returns the settings with which a state takes the fewest bytes within a budget of errors.
+#[pyfunction]
+pub(crate) fn search_state_precision(
+    py: Python<'_>,
+    tensors: Vec<Shard<'_>>,
+    gradients: Vec<Gradient<'_>>,
+    update: f64,
+    weights: f64,
+) -> PyResult<FoundPrecision> {
+    let lent = Lent::new(py, tensors, Vec::new())?;
+    let gradients = Gradients::new(gradients)?;
+    py.detach(|| {
+        let found = lent.views(0).and_then(|(views, _)| search_state(&gradients.attach(views)?, StateBudget { update, weights }));
+        let found = found.map_err(|e| raise(&e))?;
+        let settings = found.settings.into_iter().map(|(name, setting)| (name, setting.to_string())).collect();
+        let errors = found.errors;
+        Ok((found.precision.words(), settings, found.stored_bytes, found.tensor_bytes, errors.update, errors.weights))
     })
 }
 

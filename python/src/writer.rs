@@ -14,6 +14,7 @@ use tensorcask::{BaseKeeping, Blob, Dtype, Error, ExistingStep, Limits, Metadata
 
 use crate::buffer::Source;
 use crate::errors::raise;
+use crate::gradients::{Gradient, Gradients};
 use crate::precision::RoundingReport;
 use crate::wait::until_done;
 
@@ -87,8 +88,9 @@ impl Writer {
 #[pymethods]
 impl Writer {
     /// Saves a state. `user` is JSON. `changed_rows` lists, for some tensors, the rows that may have changed since the
-    /// last save; None if only later saves will name them. `overwrite` replaces a live step with other content.
-    #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
+    /// last save; None if only later saves will name them. `overwrite` replaces a live step with other content. `gradients` are
+    /// of tensors or parameters by name, with dtype, shape and bytes.
+    #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false, gradients=Vec::new()))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
         &self,
@@ -100,11 +102,14 @@ impl Writer {
         metadata: BTreeMap<String, String>,
         changed_rows: BTreeMap<String, Option<Vec<u64>>>,
         overwrite: bool,
+        gradients: Vec<Gradient<'_>>,
     ) -> PyResult<Saved> {
         let lent = Lent::new(py, tensors, blobs)?;
+        let gradients = Gradients::new(gradients)?;
         let metadata = metadata_of(user, metadata)?;
         py.detach(|| {
-            let (mut views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
+            let (views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
+            let mut views = gradients.attach(views).map_err(|e| raise(&e))?;
             name_changed_rows(&mut views, &changed_rows).map_err(|e| raise(&e))?;
             let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)

@@ -11,7 +11,7 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _shard _dtypes _refusals _device _frameworks _convert _files _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _changed_rows _touched_rows _reports _html _snapshot _handle
+# _precision _state _state_search _steps _unpickle _staging _planners _options _changed_rows _touched_rows _reports _html _snapshot _handle
 # _process_stores _sql _upkeep _hosts _peers _preemption _dcp_reader _dcp_paths torch _store _save_load _markers codec engine _ranks interchange weights
 # slime accelerate deepspeed lightning megatron orbax torchft torchtitan transformers agent ray _conversions __main__
 
@@ -56,6 +56,7 @@ from ._reports import (
 from ._save_load import load, load_async, save, save_async
 from ._shard import Shard
 from ._snapshot import Snapshot
+from ._state_search import StatePrecision, search_state_precision
 from ._store import Store
 from .engine import Engine
 
@@ -91,6 +92,7 @@ __all__ = [
     "Shard",
     "Snapshot",
     "SnapshotInfo",
+    "StatePrecision",
     "Statistics",
     "StorageError",
     "Store",
@@ -106,4 +108,5 @@ __all__ = [
     "save",
     "save_async",
     "search_precision",
+    "search_state_precision",
 ]

@@ -56,6 +56,7 @@ __all__ = [
     "peer_addresses",
     "run_command",
     "search_precision",
+    "search_state_precision",
     "serve",
     "status",
     "stop",
@@ -209,6 +210,7 @@ class Snapshot:
 def windows(snapshot: Snapshot, names: Sequence[str], most_bytes: int) -> list[list[tuple[int, list[int], list[int], int, int]]]: ...
 
 _Shard = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Buffer]
+_Gradient = tuple[str, str, Sequence[int], Buffer]
 
 @final
 class Writer:
@@ -221,6 +223,7 @@ class Writer:
         metadata: Mapping[str, str],
         changed_rows: Mapping[str, Sequence[int] | None] = ...,
         overwrite: bool = False,
+        gradients: Sequence[_Gradient] = ...,
     ) -> Saved: ...
     def save_safetensors(self, step: int, files: Sequence[str], user: str, overwrite: bool = False) -> Saved: ...
     def next_parent(self, step: int, overwrite: bool = False) -> str | None: ...
@@ -411,5 +414,8 @@ def matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[list[bool],
 def search_precision(
     dtype: str, shape: Sequence[int], data: Buffer, role: str, evaluate: Callable[[str, RoundingReport], object]
 ) -> RoundingChoice: ...
+def search_state_precision(
+    tensors: Sequence[_Shard], gradients: Sequence[_Gradient], update: float, weights: float
+) -> tuple[list[str], dict[str, str], int, int, float, float]: ...
 def encode_tree(nodes: Sequence[tuple[str, Any]]) -> bytes: ...
 def decode_tree(bytes: bytes) -> list[tuple[str, Any]]: ...

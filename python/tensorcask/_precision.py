@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class TensorRounding:
 
 
 def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], object], *, role: str = "exp_avg") -> RoundingChoice:
-    """Finds the setting that stores an f32 tensor in the fewest bytes and that ``evaluate`` accepts.
+    """Finds the setting that stores a tensor of f32 or bf16 in the fewest bytes and that ``evaluate`` accepts.
 
     Calls ``evaluate`` with each setting, cheapest first, and its rounding errors. ``evaluate`` returns whether the
     setting is good enough: it may compare the errors with a budget, or test a model with the rounded state. An
@@ -55,9 +55,18 @@ def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], obje
     'lossless'
     """
     lent = _frameworks.lend(tensor, "tensor")
-    if lent.dtype != "f32":
-        raise InvalidValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
+    if lent.dtype not in ("f32", "bf16"):
+        raise InvalidValueError(f"a tensor of {lent.dtype}: only f32 and bf16 are rounded")
     return _native.search_precision(lent.dtype, lent.shape, lent.buffer, role, evaluate)
+
+
+def lend_gradients(gradients: Mapping[str, Any] | None) -> list[tuple[str, str, tuple[int, ...], Any]]:
+    """Borrows gradients: name, dtype, shape and bytes of each. Parameters without a gradient are left out."""
+    if not isinstance(gradients, Mapping | None):
+        raise InvalidTypeError(f"gradients: {type(gradients).__qualname__}; use a dict of gradients by name of the parameter")
+    given = {name: gradient for name, gradient in (gradients or {}).items() if gradient is not None}
+    lent = {name: _frameworks.lend(gradient, f"gradients[{name!r}]") for name, gradient in given.items()}
+    return [(name, part.dtype, part.shape, part.buffer) for name, part in lent.items()]
 
 
 def words(precision: str | Sequence[str]) -> tuple[str, ...]:

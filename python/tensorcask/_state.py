@@ -43,6 +43,10 @@ class Flat:
     tensors: dict[str, Lent] = field(default_factory=dict)
     blobs: dict[str, Any] = field(default_factory=dict)
 
+    def whole_tensors(self) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]]:
+        """Name, dtype, shape, offset, extent and bytes of each tensor, of a state without shards."""
+        return [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in self.tensors.items()]
+
 
 def flatten(
     state: Any,

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _collector, _foreign, _native, _source, _state
+from . import _collector, _foreign, _native, _precision, _source, _state
 from ._changed_rows import Rows, RowSource, save_with_rows
 from ._errors import InvalidValueError
 from ._frameworks import RawTensor
@@ -90,6 +90,7 @@ class Store(Upkeep):
         objective: Objective = "balanced",
         codecs: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
+        gradients: Mapping[str, Any] | None = None,
         statistics: bool = False,
         check: Check = None,
         frozen: str | Sequence[str] = (),
@@ -134,7 +135,9 @@ class Store(Upkeep):
             codecs: Rules ``"PATTERN=CODEC"``, one or a list, that assign a codec of :func:`tensorcask.codec.codecs` to tensors,
                 such as ``"model=tc.bitmask"``. A pattern is a role or a glob of names; the last rule that matches wins. A
                 chunk that the codec cannot encode, such as a chunk of a base for ``tc.bitmask``, gets another codec.
-            precision: Which f32 tensors are rounded before they are stored; see below.
+            precision: Which tensors are rounded before they are stored; see below.
+            gradients: Gradients by name of a tensor or parameter, of f32, bf16 or f16. They are not stored: the setting
+                ``kmeans`` with ``sensitive`` weighs errors by them. Without them it takes Adam's second moments.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
                 ``InvalidArgumentError`` that names tensor and chunk; ``"tag"`` saves it and marks the step
@@ -188,12 +191,13 @@ class Store(Upkeep):
         with _collector.paused():
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
-            tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
+            tensors = flat.whole_tensors()
+            lent_gradients = _precision.lend_gradients(gradients)
         options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"))
 
         def save(rows: Rows) -> Saved:
-            return self.with_writer(options, lambda writer: writer.save(*arguments, rows, overwrite=overwrite))
+            return self.with_writer(options, lambda writer: writer.save(*arguments, rows, overwrite=overwrite, gradients=lent_gradients))
 
         with watching(self.native(), progress, f"save step {arguments[0]}"):
             saved = save_with_rows(changed_rows, id(self), lambda: _state.flat_arrays(state), save)

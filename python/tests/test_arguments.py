@@ -21,6 +21,7 @@ SAVE = {
     "objective",
     "codecs",
     "precision",
+    "gradients",
     "statistics",
     "changed_rows",
     "overwrite",

@@ -66,8 +66,10 @@ def test_codecs_that_round_do_it_only_when_named(steps, codec):
     assert outs[0].equal(outs[1]) and not outs[0].equal(moments)
     assert torch.nn.functional.cosine_similarity(outs[0].flatten(), moments.flatten(), dim=0) > 0.95
     assert not ROUNDING & Coder(moments, role="exp_avg", objective="smallest").encode().chunks.keys()
-    with pytest.raises(tensorcask.InvalidArgumentError):
-        Coder(steps[1]["model"], codec=codec)
+    # Levels may be of bf16, too.
+    if codec != "tc.kmeans":
+        with pytest.raises(tensorcask.InvalidArgumentError):
+            Coder(steps[1]["model"], codec=codec)
 
 
 def test_objectives_choose_by_size(steps):

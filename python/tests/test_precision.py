@@ -219,7 +219,7 @@ def test_what_the_callback_raises_ends_the_search():
     with pytest.raises(ZeroDivisionError, match="of ours"):
         tensorcask.search_precision(torch.ones(10), fails)
     assert len(calls) == 1
-    for tensor, evaluate in ((torch.ones(10), 3), (torch.ones(10).bfloat16(), fails)):
+    for tensor, evaluate in ((torch.ones(10), 3), (torch.ones(10).half(), fails)):
         with pytest.raises(ValueError):
             tensorcask.search_precision(tensor, evaluate)
 
@@ -228,3 +228,69 @@ def test_weights_choose_between_the_settings_of_a_rule(url):
     for step, (objective, setting) in enumerate((("1,0,0", "loguniform:8"), ("0,0,1", "cluster:16:sample:linear"))):
         tensorcask.save(training_state(), url, step=step, policy="full", objective=objective, precision="exp_avg_sq=loguniform:8|cluster")
         assert [errors.setting for errors in tensorcask.Store(url).snapshot(step).rounding()] == [setting]
+
+
+def sensitive_state():
+    """Weights of which those between 0 and 0.5 have large gradients, in no order."""
+    weights = (torch.arange(20000) * 7919 % 20000 / 20000 - 0.5) * 2
+    gradients = torch.where((weights >= 0) & (weights < 0.5), 1.0, 1e-3)
+    return {"model": {"fc.weight": weights.reshape(100, 200)}}, gradients.reshape(100, 200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_place_levels(memory, dtype):
+    state, gradients = sensitive_state()
+    weights = state["model"]["fc.weight"]
+    counts = gradients == 1.0
+
+    def error(precision, given):
+        store = tensorcask.Store(memory)
+        store.save(state, step=1, policy="full", overwrite=True, precision=precision, gradients=given)
+        loaded = store.load()
+        assert loaded.keys() == {"model"}
+        return (loaded["model"]["fc.weight"] - weights)[counts].square().mean().item()
+
+    named = {"fc.weight": gradients.to(dtype), "frozen": None}
+    sensitive = error("model=kmeans:16:protected=0:sensitive", named)
+    assert sensitive < error("model=kmeans:16:protected=0:absolute", named) / 4
+    assert sensitive == error("model=kmeans:16:protected=0:sensitive", {"model.fc.weight": gradients.to(dtype)})
+
+
+def test_gradients_belong_to_the_state(memory):
+    state, gradients = sensitive_state()
+    store = tensorcask.Store(memory)
+    for given, error, message in [
+        ({"fc.bias": gradients}, tensorcask.NotFoundError, "fc.bias.*no tensor and no parameter"),
+        ({"fc.weight": gradients.T}, tensorcask.InvalidArgumentError, "shape.*200, 100"),
+        ({"fc.weight": gradients.double()}, tensorcask.InvalidArgumentError, "f64"),
+        ([gradients], TypeError, "gradients: list; use a dict"),
+        ({"fc.weight": 3}, tensorcask.UnstorableTypeError, "int is not a tensor"),
+    ]:
+        with pytest.raises(error, match=message):
+            store.save(state, step=1, gradients=given)
+    assert store.steps == []
+
+
+def test_a_state_search_gives_rules_within_a_budget(memory):
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"wte": (200, 64), "h.weight": (64, 256), "h.bias": (256,)}
+
+    def tensors(scale):
+        return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
+
+    moments = {"exp_avg": tensors(1e-3), "exp_avg_sq": {name: tensor.square() for name, tensor in tensors(1e-3).items()}}
+    state = {"model": tensors(0.02), "optim": moments, "step": 7}
+    gradients = tensors(1e-3)
+    store = tensorcask.Store(memory)
+    sizes = []
+    for step, (update, weight) in enumerate([(0.01, 1e-4), (0.1, 0.01)]):
+        found = tensorcask.search_state_precision(state, update_error=update, weight_error=weight, gradients=gradients)
+        assert found.update_error <= update and 0 < found.weight_error <= weight
+        assert found.tensor_bytes == 3 * 4 * (200 * 64 + 64 * 256 + 256) and len(found.settings) == 9
+        saved = store.save(state, step=step, policy="full", precision=found.rules, gradients=gradients)
+        assert saved.rounding.update_error <= update * 1.05
+        assert {errors.name: errors.setting for errors in store.snapshot(step).rounding()}.items() <= found.settings.items()
+        sizes.append(saved.stored_bytes)
+    assert sizes[1] < sizes[0] < found.tensor_bytes
+    with pytest.raises(tensorcask.InvalidArgumentError, match="budget -1"):
+        tensorcask.search_state_precision(state, update_error=-1, weight_error=0.1)

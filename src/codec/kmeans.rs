@@ -1,7 +1,7 @@
 //! `tc.kmeans`: a few levels that represent all numbers. Small numbers are pruned to zero, large numbers are protected.
 //!
 //! Spec:   spec/codecs/kmeans.md
-//! Input:  n f32, and n f32 of the base for a delta
+//! Input:  n f32 or bf16, and as many of the base for a delta; to encode by sensitivity, the gradients or the second moments
 //! Output: levels; one code per number, or its difference from the code of the base, coded by spec/entropy.md;
 //!         protected numbers
 //! Errors: `Corrupt` if levels do not ascend, a code has no level, or protected numbers are out of order
@@ -11,9 +11,9 @@
 
 use std::collections::HashMap;
 
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Partner};
 use crate::entropy;
-use crate::kernels::floats::{floats, to_bytes, unit};
+use crate::kernels::floats::{numbers, unit};
 use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
@@ -33,29 +33,50 @@ use crate::{Dtype, Error, Result};
 pub struct KMeans {
     /// Number of levels, 2 to 256.
     pub levels: u16,
-    /// Share of the smallest magnitudes that become zero, in thousandths.
+    /// Share of the least important numbers that become zero, in thousandths.
     pub pruned: u16,
-    /// Share of the greatest magnitudes that keep full precision, in thousandths.
+    /// Share of the most important numbers that keep full precision, in thousandths.
     pub protected: u16,
-    /// Whether k-means minimises relative errors instead of absolute errors.
-    pub relative: bool,
+    /// Error that the levels minimise. It also says which numbers are important.
+    pub error: LevelError,
 }
 
 impl Default for KMeans {
     fn default() -> Self {
-        Self { levels: 256, pruned: 0, protected: 5, relative: true }
+        Self { levels: 256, pruned: 0, protected: 5, error: LevelError::default() }
     }
+}
+
+/// Error that the levels of [`KMeans`] minimise, as a mean over all numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LevelError {
+    /// Squared error. The greatest magnitudes are the most important numbers.
+    Absolute,
+    /// Squared relative error. The greatest magnitudes are the most important numbers.
+    #[default]
+    Relative,
+    /// Squared error times sensitivity. The sensitivity of a number is its squared gradient: the partner of role `gradient`, or
+    /// else the partner of role `exp_avg_sq`, Adam's mean of squared gradients. The greatest products of sensitivity and
+    /// squared number are the most important. Without such a partner, as `Relative`.
+    Sensitive,
 }
 
 const COLUMNS: [&str; 3] = ["levels", "codes", "protected"];
 const MAX_LEVELS: usize = 256;
-const PROTECTED_BYTES: usize = 8;
+/// Bytes of the position of a protected element.
+const POSITION_BYTES: usize = 4;
+/// Least sensitivity that counts, as a share of the mean. Numbers without a gradient still have levels near them.
+const LEAST_SENSITIVITY: f64 = 1e-3;
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
-    match dtype {
-        Dtype::F32 => Ok(()),
-        _ => Err(Error::corrupt(format!("levels of {dtype}")).clause("kmeans 1")),
+    match is_supported(dtype) {
+        true => Ok(()),
+        false => Err(Error::corrupt(format!("levels of {dtype}")).clause("kmeans 1")),
     }
+}
+
+fn is_supported(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::Bf16)
 }
 
 /// Returns the boundaries between adjacent levels.
@@ -83,6 +104,55 @@ struct Bin {
     weight: f64,
 }
 
+/// A number to find levels for, with the weight of its squared error.
+type Weighed = (f32, f64);
+
+/// First levels: as dense as the best levels of a smooth density are, in proportion to the cube root of the weight per width.
+///
+/// Source: Panter and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing of levels" (1951)
+fn starts(bins: &[Bin], count: usize) -> Vec<f64> {
+    let value = |at: usize| bins.get(at).map_or(0.0, |bin| bin.value);
+    // A bin reaches halfway to its neighbours.
+    let left = |at: usize| f64::midpoint(value(at.saturating_sub(1)), value(at));
+    let right = |at: usize| f64::midpoint(value(at), value((at + 1).min(bins.len().saturating_sub(1))));
+    let share = |at: usize, bin: &Bin| {
+        let width = right(at) - left(at);
+        (width * width * bin.weight).cbrt()
+    };
+    let shares: Vec<f64> = bins.iter().enumerate().map(|(at, bin)| share(at, bin)).collect();
+    let total: f64 = shares.iter().sum();
+    if !(total.is_finite() && total > 0.0) {
+        // Weights of the tiniest numbers overflow: take equal shares of the bins.
+        return (0..count).map(|k| value((2 * k + 1) * bins.len() / (2 * count))).collect();
+    }
+    let (mut at, mut before) = (0, 0.0);
+    let place = |k: usize| {
+        let wanted = total * (k as f64 + 0.5) / count as f64;
+        while at + 1 < bins.len() && before + shares[at] < wanted {
+            before += shares[at];
+            at += 1;
+        }
+        let inside = if shares[at] > 0.0 { ((wanted - before) / shares[at]).clamp(0.0, 1.0) } else { 0.5 };
+        left(at) + inside * (right(at) - left(at))
+    };
+    (0..count).map(place).collect()
+}
+
+/// Squared gradient of each number of a chunk, at least a small share of their mean; `None` without a partner that tells.
+pub(crate) fn sensitivities(chunk: &Chunk<'_>) -> Option<Vec<f64>> {
+    let known = |partner: &&Partner<'_>| matches!(partner.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16);
+    let squared: Vec<f64> = if let Some(gradient) = chunk.partner("gradient").filter(known) {
+        numbers(gradient.dtype, gradient.data).map(|g| f64::from(g) * f64::from(g)).collect()
+    } else {
+        let second = chunk.partner("exp_avg_sq").filter(known)?;
+        numbers(second.dtype, second.data).map(f64::from).collect()
+    };
+    let finite = |x: f64| if x.is_finite() { x.max(0.0) } else { 0.0 };
+    let mean = squared.iter().map(|&x| finite(x)).sum::<f64>() / squared.len().max(1) as f64;
+    // All are zero at the first step.
+    (mean > 0.0).then(|| squared.into_iter().map(|x| finite(x).max(mean * LEAST_SENSITIVITY)).collect())
+}
+
 impl KMeans {
     fn share(permille: u16, count: usize) -> usize {
         count * usize::from(permille.min(1000)) / 1000
@@ -92,53 +162,62 @@ impl KMeans {
         usize::from(self.levels).clamp(1, MAX_LEVELS)
     }
 
-    fn quantize(&self, data: &[u8]) -> Levels {
-        if let Some(exact) = self.exactly(data) {
+    fn quantize(&self, chunk: &Chunk<'_>) -> Levels {
+        let values: Vec<f32> = numbers(chunk.dtype, chunk.data).collect();
+        if let Some(exact) = self.exactly(&values) {
             return exact;
         }
-        let units = data.len() / 4;
-        // Find the pruning and protection thresholds.
-        let mut magnitudes: Vec<u32> = floats(data).filter(|x| x.is_finite()).map(|x| x.abs().to_bits()).collect();
-        let finite = magnitudes.len();
-        let least = nth(&mut magnitudes, Self::share(self.pruned, units));
-        let greatest = nth(&mut magnitudes, finite.saturating_sub(Self::share(self.protected, units)));
-        let is_pruned = |x: f32| least.is_some_and(|least| x.abs().to_bits() < least);
-        let is_protected = |x: f32| !x.is_finite() || greatest.is_some_and(|greatest| x.abs().to_bits() >= greatest);
-        let mut kept = floats(data).filter(|x| !is_protected(*x)).map(|x| if is_pruned(x) { 0.0 } else { x + 0.0 }).collect::<Vec<f32>>();
-        kept.sort_unstable_by(f32::total_cmp);
-        let levels = self.means(&kept);
+        let sensitivities = if self.error == LevelError::Sensitive { sensitivities(chunk) } else { None };
+        let sensitivity = |at: usize| sensitivities.as_ref().and_then(|all| all.get(at)).copied();
+        // Magnitude of a number, or of what its loss would cost.
+        let importance = |at: usize, x: f32| sensitivity(at).map_or_else(|| x.abs(), |s| (s.sqrt() * f64::from(x.abs())) as f32).to_bits();
+        // Find the thresholds of pruned and protected numbers.
+        let finite = values.iter().enumerate().filter(|(_, x)| x.is_finite());
+        let mut order: Vec<u32> = finite.map(|(at, &x)| importance(at, x)).collect();
+        let count = order.len();
+        let least = nth(&mut order, Self::share(self.pruned, values.len()));
+        let greatest = count.checked_sub(Self::share(self.protected, values.len()) + 1).and_then(|place| nth(&mut order, place));
+        let is_pruned = |at: usize, x: f32| least.is_some_and(|least| importance(at, x) < least);
+        // Of equal numbers, no more are protected than the share allows.
+        let is_protected = |at: usize, x: f32| !x.is_finite() || greatest.is_none_or(|greatest| importance(at, x) > greatest);
+        let kept = values.iter().enumerate().filter(|&(at, x)| !is_protected(at, *x));
+        let weight = |at: usize, x: f32| match (self.error, sensitivity(at)) {
+            (LevelError::Absolute, _) => 1.0,
+            (_, Some(sensitivity)) => sensitivity,
+            (_, None) => 1.0 / (f64::from(x) * f64::from(x)).max(f64::MIN_POSITIVE),
+        };
+        let mut kept: Vec<Weighed> = kept.map(|(at, &x)| if is_pruned(at, x) { (0.0, 0.0) } else { (x + 0.0, weight(at, x)) }).collect();
+        kept.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
+        let levels = self.means(&kept, chunk.dtype);
         let between = midpoints(&levels);
-        let (mut codes, mut protected) = (Vec::with_capacity(units), Vec::new());
-        for (at, x) in floats(data).enumerate() {
-            if is_protected(x) {
+        let (mut codes, mut protected) = (Vec::with_capacity(values.len()), Vec::new());
+        for (at, &x) in values.iter().enumerate() {
+            if is_protected(at, x) {
                 protected.push(at);
                 codes.push(0);
             } else {
-                codes.push(level_of(&between, if is_pruned(x) { 0.0 } else { x }) as u8);
+                codes.push(level_of(&between, if is_pruned(at, x) { 0.0 } else { x }) as u8);
             }
         }
         Levels { levels, codes, protected }
     }
 
-    /// Fits levels to sorted numbers by k-means on a histogram.
-    fn means(&self, sorted: &[f32]) -> Vec<f32> {
+    /// Fits levels to sorted numbers by k-means on a histogram. Levels are numbers of the dtype.
+    fn means(&self, sorted: &[Weighed], dtype: Dtype) -> Vec<f32> {
         const BINS: usize = 4096;
         const ROUNDS: usize = 24;
-        let zeros = sorted.iter().filter(|x| **x == 0.0).count();
-        let weigh = |x: f64| if self.relative { 1.0 / (x * x).max(f64::MIN_POSITIVE) } else { 1.0 };
+        let zeros = sorted.iter().filter(|(x, _)| *x == 0.0).count();
         let mut bins: Vec<Bin> = Vec::new();
         for run in sorted.chunks(sorted.len().div_ceil(BINS).max(1)) {
             // Zero gets a level of its own.
-            let some = run.iter().filter(|x| **x != 0.0).map(|x| f64::from(*x));
-            let (sum, count) = some.fold((0.0, 0.0), |(sum, count), x| (sum + x, count + 1.0));
-            if count > 0.0 {
-                bins.push(Bin { value: sum / count, weight: count * weigh(sum / count) });
+            let some = run.iter().filter(|(x, _)| *x != 0.0);
+            let (sum, weight) = some.fold((0.0, 0.0), |(sum, all), &(x, weight)| (sum + f64::from(x) * weight, all + weight));
+            if weight > 0.0 && (sum / weight).is_finite() {
+                bins.push(Bin { value: sum / weight, weight });
             }
         }
         let wanted = (self.level_count() - usize::from(zeros > 0)).max(1).min(bins.len());
-        // Start with levels at equal shares of the sorted numbers.
-        let mut centers: Vec<f64> =
-            (0..wanted).filter_map(|k| bins.get((2 * k + 1) * bins.len() / (2 * wanted))).map(|bin| bin.value).collect();
+        let mut centers = starts(&bins, wanted);
         for _ in 0..ROUNDS {
             let mut sums = vec![(0.0, 0.0); centers.len()];
             let mut at = 0;
@@ -158,7 +237,8 @@ impl KMeans {
             }
             centers.sort_unstable_by(f64::total_cmp);
         }
-        let mut levels: Vec<f32> = centers.into_iter().map(|center| center as f32 + 0.0).filter(|level| level.is_finite()).collect();
+        let of_dtype = |center: f64| if dtype == Dtype::Bf16 { half::bf16::from_f64(center).to_f32() } else { center as f32 };
+        let mut levels: Vec<f32> = centers.into_iter().map(|center| of_dtype(center) + 0.0).filter(|level| level.is_finite()).collect();
         if zeros > 0 || levels.is_empty() {
             levels.push(0.0);
         }
@@ -169,11 +249,10 @@ impl KMeans {
 
     /// Finds levels that reproduce every bit of the chunk. Succeeds for numbers that an earlier decode produced, and
     /// for few distinct numbers.
-    fn exactly(&self, data: &[u8]) -> Option<Levels> {
-        let units = data.len() / 4;
-        let most_protected = Self::share(self.protected, units);
+    fn exactly(&self, values: &[f32]) -> Option<Levels> {
+        let most_protected = Self::share(self.protected, values.len());
         let mut counts: HashMap<u32, u32> = HashMap::new();
-        for x in floats(data).filter(|x| x.is_finite() && x.to_bits() != 1 << 31) {
+        for x in values.iter().filter(|x| x.is_finite() && x.to_bits() != 1 << 31) {
             *counts.entry(x.to_bits()).or_default() += 1;
             if counts.len() > self.level_count() + most_protected {
                 return None;
@@ -190,9 +269,9 @@ impl KMeans {
         if levels.is_empty() {
             levels.push(0.0);
         }
-        let (mut codes, mut protected) = (Vec::with_capacity(units), Vec::new());
-        for (at, x) in floats(data).enumerate() {
-            match levels.binary_search_by(|level| level.total_cmp(&x)) {
+        let (mut codes, mut protected) = (Vec::with_capacity(values.len()), Vec::new());
+        for (at, x) in values.iter().enumerate() {
+            match levels.binary_search_by(|level| level.total_cmp(x)) {
                 Ok(code) => codes.push(code as u8),
                 Err(_) => {
                     protected.push(at);
@@ -230,11 +309,21 @@ fn order(expected: &[u8]) -> Result<Vec<u32>> {
     Ok(order)
 }
 
-fn expected_levels(levels: &[f32], base: &[u8]) -> Result<Vec<u8>> {
+fn expected_levels(levels: &[f32], dtype: Dtype, base: &[u8]) -> Result<Vec<u8>> {
     let between = midpoints(levels);
-    let mut expected = reserve(base.len() / 4, "levels to expect")?;
-    expected.extend(floats(base).map(|x| level_of(&between, x) as u8));
+    let mut expected = reserve(base.len() / 2, "levels to expect")?;
+    expected.extend(numbers(dtype, base).map(|x| level_of(&between, x) as u8));
     Ok(expected)
+}
+
+/// Bytes of levels, as elements of a chunk.
+fn level_bytes(levels: &[f32], dtype: Dtype) -> Vec<u8> {
+    let single = |level: &f32| unit(*level);
+    match dtype {
+        // The upper half is the level: levels of bf16 are numbers of bf16.
+        Dtype::Bf16 => levels.iter().flat_map(|level| single(level).into_iter().skip(2)).collect(),
+        _ => levels.iter().flat_map(single).collect(),
+    }
 }
 
 impl Codec for KMeans {
@@ -243,7 +332,7 @@ impl Codec for KMeans {
     }
 
     fn supports(&self, dtype: Dtype, _: &str) -> bool {
-        dtype == Dtype::F32
+        is_supported(dtype)
     }
 
     fn is_lossless(&self) -> bool {
@@ -259,25 +348,27 @@ impl Codec for KMeans {
     }
 
     fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
-        let protected = element_count.saturating_mul(PROTECTED_BYTES as u64);
+        let protected = element_count.saturating_mul(POSITION_BYTES as u64 + 4);
         entropy::max_encoded_bytes(element_count).saturating_add(protected).saturating_add(4 * MAX_LEVELS as u64)
     }
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let bits = u64::from(usize::BITS - self.level_count().leading_zeros());
-        let protected = chunk.element_count.saturating_mul(u64::from(self.protected)) / 1000 * PROTECTED_BYTES as u64;
-        (chunk.dtype == Dtype::F32).then(|| vec![4 * u64::from(self.levels), chunk.element_count.saturating_mul(bits) / 8, protected])
+        let element = chunk.dtype.bits() / 8;
+        let protected = chunk.element_count.saturating_mul(u64::from(self.protected)) / 1000 * (POSITION_BYTES as u64 + element);
+        let codes = chunk.element_count.saturating_mul(bits) / 8;
+        is_supported(chunk.dtype).then(|| vec![element * u64::from(self.levels), codes, protected])
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        if chunk.dtype != Dtype::F32 {
-            return Err(Error::invalid(format!("needs f32, not {}", chunk.dtype)));
+        if !is_supported(chunk.dtype) {
+            return Err(Error::invalid(format!("needs f32 or bf16, not {}", chunk.dtype)));
         }
-        let Levels { levels, mut codes, protected } = self.quantize(chunk.data);
+        let Levels { levels, mut codes, protected } = self.quantize(chunk);
         let coded = |plane: &[u8]| entropy::coded(plane);
         let mut best = (coded(&codes), false);
         if let Some(base) = chunk.whole_base() {
-            let expected = expected_levels(&levels, base)?;
+            let expected = expected_levels(&levels, chunk.dtype, base)?;
             for at in &protected {
                 codes[*at] = expected[*at];
             }
@@ -287,13 +378,13 @@ impl Codec for KMeans {
                 best = (delta, true);
             }
         }
-        let units = chunk.data.as_chunks::<4>().0;
-        let mut kept = Vec::with_capacity(protected.len() * PROTECTED_BYTES);
+        let element = (chunk.dtype.bits() / 8) as usize;
+        let mut kept = Vec::with_capacity(protected.len() * (POSITION_BYTES + element));
         for at in protected {
             kept.put_u32(at as u32);
-            kept.extend_from_slice(units.get(at).map_or(&[][..], |unit| unit));
+            kept.extend_from_slice(chunk.data.get(at * element..(at + 1) * element).unwrap_or_default());
         }
-        let stored = [to_bytes(&levels), best.0, kept];
+        let stored = [level_bytes(&levels, chunk.dtype), best.0, kept];
         Ok(Encoded { uses_base: best.1, columns: COLUMNS.into_iter().zip(stored).collect() })
     }
 
@@ -304,54 +395,63 @@ impl Codec for KMeans {
 
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         check_dtype(columns.dtype)?;
-        let [levels, codes, protected] = columns.exactly(COLUMNS)?;
-        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
-        if levels.len() % 4 != 0 || !(1..=MAX_LEVELS).contains(&(levels.len() / 4)) {
-            return bad(format!("{} bytes of levels", levels.len()), "kmeans 1");
+        match columns.dtype {
+            Dtype::Bf16 => decode_elements::<2>(columns, out),
+            _ => decode_elements::<4>(columns, out),
         }
-        let levels: Vec<f32> = floats(levels).collect();
-        if !levels.iter().all(|level| level.is_finite()) || !levels.windows(2).all(|pair| pair[0] < pair[1]) {
-            return bad("levels do not ascend or are not finite".into(), "kmeans 1");
-        }
-        let (protected, rest) = protected.as_chunks::<PROTECTED_BYTES>();
-        let units = out.len() / 4;
-        if !rest.is_empty() || protected.len() > units {
-            return bad(format!("{} protected elements of {units}, or a part of one", protected.len()), "kmeans 1");
-        }
-        let mut symbols = Spare::new(units, "codes")?;
-        entropy::decode(codes, &mut symbols)?;
-        let mut highest = 0;
-        let level = |code: u8| unit(levels.get(usize::from(code)).copied().unwrap_or_default());
-        match columns.base {
-            None => {
-                for (&code, out) in symbols.iter().zip(out.as_chunks_mut::<4>().0) {
-                    highest = highest.max(code);
-                    *out = level(code);
-                }
-            }
-            Some(_) => {
-                let expected = expected_levels(&levels, columns.base(out.len())?)?;
-                let out = out.as_chunks_mut::<4>().0;
-                for (at, &symbol) in order(&expected)?.into_iter().zip(symbols.iter()) {
-                    let (Some(expected), Some(out)) = (expected.get(at as usize), out.get_mut(at as usize)) else { continue };
-                    let code = expected.wrapping_add(symbol);
-                    highest = highest.max(code);
-                    *out = level(code);
-                }
-            }
-        }
-        if units > 0 && usize::from(highest) >= levels.len() {
-            return bad(format!("code {highest} of {} levels", levels.len()), "kmeans 4");
-        }
-        let mut before = None;
-        for kept in protected {
-            let (position, bits) = kept.split_at(4);
-            let at = Cursor::new(position, "a protected element").u32()?;
-            let place = out.as_chunks_mut::<4>().0.get_mut(at as usize).filter(|_| before.is_none_or(|before| before < at));
-            let Some(place) = place else { return bad(format!("protected element {at} of {units}, out of order or beyond"), "kmeans 1") };
-            place.copy_from_slice(bits);
-            before = Some(at);
-        }
-        Ok(())
     }
+}
+
+/// Decodes a chunk of elements of `N` bytes.
+fn decode_elements<const N: usize>(columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+    let [levels, codes, protected] = columns.exactly(COLUMNS)?;
+    let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+    let (elements, rest) = levels.as_chunks::<N>();
+    if !rest.is_empty() || !(1..=MAX_LEVELS).contains(&elements.len()) {
+        return bad(format!("{} bytes of levels", levels.len()), "kmeans 1");
+    }
+    let levels: Vec<f32> = numbers(columns.dtype, levels).collect();
+    if !levels.iter().all(|level| level.is_finite()) || !levels.windows(2).all(|pair| pair[0] < pair[1]) {
+        return bad("levels do not ascend or are not finite".into(), "kmeans 1");
+    }
+    let units = out.len() / N;
+    let each = POSITION_BYTES + N;
+    if !protected.len().is_multiple_of(each) || protected.len() / each > units {
+        return bad(format!("{} bytes of protected elements, for {units} elements", protected.len()), "kmeans 1");
+    }
+    let mut symbols = Spare::new(units, "codes")?;
+    entropy::decode(codes, &mut symbols)?;
+    let mut highest = 0;
+    let level = |code: u8| elements.get(usize::from(code)).copied().unwrap_or([0; N]);
+    match columns.base {
+        None => {
+            for (&code, out) in symbols.iter().zip(out.as_chunks_mut::<N>().0) {
+                highest = highest.max(code);
+                *out = level(code);
+            }
+        }
+        Some(_) => {
+            let expected = expected_levels(&levels, columns.dtype, columns.base(out.len())?)?;
+            let out = out.as_chunks_mut::<N>().0;
+            for (at, &symbol) in order(&expected)?.into_iter().zip(symbols.iter()) {
+                let (Some(expected), Some(out)) = (expected.get(at as usize), out.get_mut(at as usize)) else { continue };
+                let code = expected.wrapping_add(symbol);
+                highest = highest.max(code);
+                *out = level(code);
+            }
+        }
+    }
+    if units > 0 && usize::from(highest) >= levels.len() {
+        return bad(format!("code {highest} of {} levels", levels.len()), "kmeans 4");
+    }
+    let mut before = None;
+    for kept in protected.chunks_exact(each) {
+        let (position, element) = kept.split_at(POSITION_BYTES);
+        let at = Cursor::new(position, "a protected element").u32()?;
+        let place = out.as_chunks_mut::<N>().0.get_mut(at as usize).filter(|_| before.is_none_or(|before| before < at));
+        let Some(place) = place else { return bad(format!("protected element {at} of {units}, out of order or beyond"), "kmeans 1") };
+        place.copy_from_slice(element);
+        before = Some(at);
+    }
+    Ok(())
 }

@@ -1,10 +1,26 @@
 //! Conversion between f32 and the bytes of a chunk.
 
+use crate::Dtype;
+
 /// Iterates over the numbers of a chunk.
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
 pub(crate) fn floats(data: &[u8]) -> impl Iterator<Item = f32> + Clone + '_ {
     data.as_chunks::<4>().0.iter().map(|unit| f32::from_le_bytes(*unit))
+}
+
+/// Iterates over the numbers of a chunk of f32, bf16 or f16, each as the f32 that equals it. Chunks of other types have none.
+#[inline(always)]
+pub(crate) fn numbers(dtype: Dtype, data: &[u8]) -> impl Iterator<Item = f32> + Clone + '_ {
+    let of = |wanted: Dtype| if dtype == wanted { data } else { &[] };
+    let brain = halves(of(Dtype::Bf16)).map(|bits| half::bf16::from_bits(bits).to_f32());
+    floats(of(Dtype::F32)).chain(brain).chain(halves(of(Dtype::F16)).map(|bits| half::f16::from_bits(bits).to_f32()))
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn halves(data: &[u8]) -> impl Iterator<Item = u16> + Clone + '_ {
+    data.as_chunks::<2>().0.iter().map(|unit| u16::from_le_bytes(*unit))
 }
 
 /// Returns the bytes of a number.

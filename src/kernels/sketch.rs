@@ -6,7 +6,7 @@
 //!
 //! Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" (count sketch)
 
-use super::floats::floats;
+use super::floats::numbers;
 use crate::Dtype;
 
 /// Number of sums of a sketch.
@@ -30,12 +30,7 @@ impl Sketch {
 
     /// Adds the numbers of a chunk. `chunk` tells chunks of a state apart. Numbers of other types add nothing.
     pub(crate) fn add(&mut self, chunk: u64, dtype: Dtype, data: &[u8]) {
-        match dtype {
-            Dtype::F32 => self.add_all(chunk, floats(data)),
-            Dtype::Bf16 => self.add_all(chunk, halves(data).map(|bits| half::bf16::from_bits(bits).to_f32())),
-            Dtype::F16 => self.add_all(chunk, halves(data).map(|bits| half::f16::from_bits(bits).to_f32())),
-            _ => {}
-        }
+        self.add_all(chunk, numbers(dtype, data));
     }
 
     fn add_all(&mut self, chunk: u64, numbers: impl Iterator<Item = f32>) {
@@ -54,11 +49,6 @@ impl Sketch {
         self.squares += other.squares;
         self
     }
-}
-
-#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-fn halves(data: &[u8]) -> impl Iterator<Item = u16> + '_ {
-    data.as_chunks::<2>().0.iter().map(|unit| u16::from_le_bytes(*unit))
 }
 
 /// The finalizer of SplitMix64: a hash of 64 bits.

@@ -8,6 +8,7 @@ mod auto;
 mod quantize;
 mod report;
 mod search;
+mod search_state;
 mod setting;
 
 pub use auto::{MeasuredChange, PrecisionDecision, PrecisionReason, Profile, ProfileErrors};
@@ -16,6 +17,7 @@ pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
 pub use report::{ChunkRounding, RoundingReport, TensorRounding};
 pub use search::{RoundingChoice, search};
+pub use search_state::{StateBudget, StatePrecision, search_state};
 pub use setting::Setting;
 
 use crate::tensor::TensorPattern;

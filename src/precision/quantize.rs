@@ -4,7 +4,8 @@ use std::borrow::Cow;
 
 use super::{BoundedSetting, Setting};
 use crate::codec::{Candidate, Chunk, Encoded};
-use crate::kernels::errors::measure;
+use crate::kernels::errors::{Sums, measure};
+use crate::kernels::floats::{numbers, to_bytes};
 use crate::kernels::loguniform::{Grid, quantize as to_grid};
 use crate::kernels::remainder;
 use crate::limits::zeroed;
@@ -32,7 +33,7 @@ pub(crate) fn round<'a>(bounded: BoundedSetting, chunk: &Chunk<'a>) -> Result<Ro
     let mut setting = bounded.setting;
     loop {
         let Some((data, given)) = apply(setting, chunk)? else { return Ok(Rounded::lossless(chunk.data)) };
-        let errors = ChunkErrors::new(measure(chunk.data, &data));
+        let errors = ChunkErrors::new(errors_of(chunk.dtype, chunk.data, &data));
         if bounded.bound.is_none_or(|bound| errors.max_relative <= bound) {
             return Ok(Rounded { data: Cow::Owned(data), given, errors: Some(errors) });
         }
@@ -74,7 +75,7 @@ pub struct RoundedChunk<'a> {
 
 /// Applies a setting to a chunk. Returns `None` if the chunk is not rounded.
 fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<Candidate>)>> {
-    if chunk.dtype != Dtype::F32 || chunk.data.is_empty() {
+    if !setting.rounds(chunk.dtype) || chunk.data.is_empty() {
         return Ok(None);
     }
     let mut out = zeroed(chunk.data.len(), "a rounded chunk")?;
@@ -91,6 +92,15 @@ fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<
         }
     }
     Ok(Some((out, None)))
+}
+
+/// Compares the numbers of a chunk before and after rounding.
+fn errors_of(dtype: Dtype, before: &[u8], after: &[u8]) -> Sums {
+    if dtype == Dtype::F32 {
+        return measure(before, after);
+    }
+    let [before, after] = [before, after].map(|data| to_bytes(&numbers(dtype, data).collect::<Vec<f32>>()));
+    measure(&before, &after)
 }
 
 /// Keeps `bits` bits of each number beyond its 16-bit rounding.

@@ -3,7 +3,7 @@
 use super::{BoundedSetting, RoundingReport, Setting, round};
 use crate::codec::{Chunk, Cluster, EncodeCheck, KMeans, Objective, Registry, encode_chunk};
 use crate::tensor::ChunkGrid;
-use crate::{Result, TensorView};
+use crate::{Dtype, Result, TensorView};
 
 /// Result of trying a setting on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,13 +16,23 @@ pub struct RoundingChoice {
     pub rounding: RoundingReport,
 }
 
-/// Returns the settings to try, from coarse to fine within each kind.
-fn candidates() -> Vec<Setting> {
+/// Settings to try with logarithmic steps, or with bits beyond the 16-bit rounding, from coarse to fine within each kind.
+pub(super) fn steps_and_bits() -> impl Iterator<Item = Setting> {
     let steps = [1u8, 2, 4, 8, 16, 32, 64, 128].map(|steps| Setting::LogUniform { steps });
     let bits = [0u8, 2, 4, 6, 8, 10, 12].map(|bits| Setting::Remainder { bits });
-    let levels = [4u16, 16, 64, 256].map(|levels| Setting::KMeans(KMeans { levels, ..KMeans::default() }));
+    steps.into_iter().chain(bits)
+}
+
+/// Numbers of levels to try, from coarse to fine: 2, 4, 6 and 8 bits.
+pub(super) fn levels() -> [KMeans; 4] {
+    [4u16, 16, 64, 256].map(|levels| KMeans { levels, ..KMeans::default() })
+}
+
+/// Returns the settings to try for a tensor of this type, from coarse to fine within each kind.
+fn candidates(dtype: Dtype) -> Vec<Setting> {
     let others = [Setting::Cluster(Cluster::default()), Setting::Blockwise8, Setting::Lossless];
-    steps.into_iter().chain(bits).chain(levels).chain(others).collect()
+    let all = steps_and_bits().chain(levels().map(Setting::KMeans)).chain(others);
+    all.filter(|setting| *setting == Setting::Lossless || setting.rounds(dtype)).collect()
 }
 
 /// Returns the accepted setting with which a tensor takes the fewest bytes, or `Lossless` if no other setting is
@@ -42,15 +52,40 @@ fn candidates() -> Vec<Setting> {
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &RoundingReport) -> bool) -> Result<RoundingChoice> {
-    let mut tried = candidates().into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<RoundingChoice>>>()?;
+    let mut tried =
+        candidates(tensor.dtype()).into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<RoundingChoice>>>()?;
     tried.sort_by_key(|found| found.stored_bytes);
     let lossless = tried.iter().find(|found| found.setting == Setting::Lossless).copied();
     let accepted = tried.into_iter().find(|found| found.setting == Setting::Lossless || evaluate(&found.setting, &found.rounding));
     accepted.or(lossless).ok_or_else(|| crate::Error::invalid("no setting was tried"))
 }
 
-fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<RoundingChoice> {
+/// A chunk with a setting.
+pub(super) struct ChunkTrial {
+    /// The chunk as stored.
+    pub data: Vec<u8>,
+    /// Bytes of its columns.
+    pub bytes: u64,
+    /// Rounding error; `None` if the chunk was not rounded.
+    pub rounding: Option<RoundingReport>,
+}
+
+/// Rounds a chunk, and encodes it in the smallest form.
+pub(super) fn try_chunk(chunk: &Chunk<'_>, setting: Setting) -> Result<ChunkTrial> {
     let registry = Registry::default();
+    let rounded = round(BoundedSetting { setting, bound: None }, chunk)?;
+    let size = |columns: &[(&'static str, Vec<u8>)]| columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>();
+    let encoded = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &rounded.data, ..*chunk }, EncodeCheck::Skip)?;
+    let lossless: u64 = encoded.columns.iter().map(|(_, column)| column.len() as u64).sum();
+    let own = rounded.given.map(|given| size(&given.encoded.columns));
+    Ok(ChunkTrial {
+        bytes: own.map_or(lossless, |own| own.min(lossless)),
+        rounding: rounded.errors.map(|errors| RoundingReport::of_chunk(&errors, chunk.element_count)),
+        data: rounded.data.into_owned(),
+    })
+}
+
+fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<RoundingChoice> {
     let grid = ChunkGrid::new(tensor.dtype(), &tensor.rect().shape)?;
     let mut found = RoundingChoice { setting, stored_bytes: 0, rounding: RoundingReport::default() };
     for number in 0..grid.chunk_count() {
@@ -58,14 +93,9 @@ fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<RoundingChoice> {
         let data = tensor.data().get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
         let count = elements.end.saturating_sub(elements.start);
         let chunk = Chunk { role: tensor.role(), row_elements: grid.row_elements(), ..Chunk::new(tensor.dtype(), count, data) };
-        let rounded = round(BoundedSetting { setting, bound: None }, &chunk)?;
-        let encoded = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &rounded.data, ..chunk }, EncodeCheck::Skip)?;
-        let lossless: u64 = encoded.columns.iter().map(|(_, column)| column.len() as u64).sum();
-        let own = rounded.given.map(|given| given.encoded.columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>());
-        found.stored_bytes += own.map_or(lossless, |own| own.min(lossless));
-        if let Some(errors) = rounded.errors {
-            found.rounding = found.rounding.and(RoundingReport::of_chunk(&errors, count));
-        }
+        let ChunkTrial { bytes, rounding, .. } = try_chunk(&chunk, setting)?;
+        found.stored_bytes += bytes;
+        found.rounding = rounding.map_or(found.rounding, |rounding| found.rounding.and(rounding));
     }
     Ok(found)
 }

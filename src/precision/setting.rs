@@ -4,17 +4,18 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::codec::{Blockwise8, Cluster, CodeMap, Codec, Edges, KMeans};
-use crate::{Error, Result};
+use crate::codec::{Blockwise8, Cluster, CodeMap, Codec, Edges, KMeans, LevelError};
+use crate::{Dtype, Error, Result};
 
-/// Rounding of an f32 tensor before it is stored. Tensors of other types are never rounded.
+/// Rounding of a tensor before it is stored. Tensors of f32 take all settings, those of bf16 only `kmeans`. Any other tensor
+/// is never rounded.
 ///
 /// Text forms:
 /// - `lossless`
 /// - `loguniform:STEPS`, with steps per octave, a power of two
 /// - `remainder:BITS`
 /// - `cluster[:CLUSTERS][:normal|sample][:linear|dynamic]`
-/// - `kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative]`, with N in thousandths
+/// - `kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative|sensitive]`, with N in thousandths
 /// - `blockwise8`
 ///
 /// ```
@@ -56,7 +57,7 @@ pub enum Setting {
 impl Setting {
     /// Text forms, for error messages.
     pub(crate) const FORMS: &str = "lossless, loguniform:STEPS, remainder:BITS, cluster[:CLUSTERS][:normal|sample][:linear|dynamic], \
-                                    kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative], blockwise8";
+                                    kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative|sensitive], blockwise8";
 
     pub(crate) fn check(&self) -> Result<()> {
         let good = match self {
@@ -77,6 +78,11 @@ impl Setting {
             Self::Blockwise8 => Some(Arc::new(Blockwise8)),
             Self::Lossless | Self::LogUniform { .. } | Self::Remainder { .. } => None,
         }
+    }
+
+    /// Returns whether the setting rounds tensors of a type.
+    pub(crate) fn rounds(&self, dtype: Dtype) -> bool {
+        dtype == Dtype::F32 || dtype == Dtype::Bf16 && matches!(self, Self::KMeans(_))
     }
 
     /// Declared work of rounding a chunk, in copies of the chunk. The work of a codec that rounds is that of its encoding.
@@ -115,8 +121,12 @@ impl fmt::Display for Setting {
                 let map = if *map == CodeMap::Linear { "linear" } else { "dynamic" };
                 write!(f, "cluster:{clusters}:{edges}:{map}")
             }
-            Self::KMeans(KMeans { levels, pruned, protected, relative }) => {
-                let errors = if *relative { "relative" } else { "absolute" };
+            Self::KMeans(KMeans { levels, pruned, protected, error }) => {
+                let errors = match error {
+                    LevelError::Absolute => "absolute",
+                    LevelError::Relative => "relative",
+                    LevelError::Sensitive => "sensitive",
+                };
                 write!(f, "kmeans:{levels}:pruned={pruned}:protected={protected}:{errors}")
             }
             Self::Blockwise8 => f.write_str("blockwise8"),
@@ -158,8 +168,9 @@ impl FromStr for Setting {
                         Some(("pruned", n)) => kmeans.pruned = of_thousand(n)?,
                         Some(("protected", n)) => kmeans.protected = of_thousand(n)?,
                         Some(_) => return Err(unknown()),
-                        None if word == "relative" => kmeans.relative = true,
-                        None if word == "absolute" => kmeans.relative = false,
+                        None if word == "absolute" => kmeans.error = LevelError::Absolute,
+                        None if word == "relative" => kmeans.error = LevelError::Relative,
+                        None if word == "sensitive" => kmeans.error = LevelError::Sensitive,
                         None => kmeans.levels = of_thousand(word)?,
                     }
                 }

@@ -27,6 +27,7 @@ pub struct TensorView<'a> {
     data: &'a [u8],
     changed_rows: Option<Vec<u64>>,
     has_row_hashes: bool,
+    gradient: Option<(Dtype, &'a [u8])>,
 }
 
 impl<'a> TensorView<'a> {
@@ -63,7 +64,7 @@ impl<'a> TensorView<'a> {
             }
         }
         let RoleAndParam { role, param } = infer_role(&name);
-        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None, has_row_hashes: false })
+        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None, has_row_hashes: false, gradient: None })
     }
 
     /// Sets role and param, instead of guessing them from the name.
@@ -106,6 +107,33 @@ impl<'a> TensorView<'a> {
     pub fn with_row_hashes(mut self) -> Self {
         self.has_row_hashes = true;
         self
+    }
+
+    /// Sets the gradient of each element: f32, bf16 or f16, row-major, little-endian. It is not stored. Precision settings that
+    /// weigh errors by sensitivity use it ([`LevelError::Sensitive`](crate::codec::LevelError)).
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, TensorView};
+    /// let (data, gradient) = ([0u8; 12], [0u8; 6]);
+    /// let view = TensorView::new("fc.bias", Dtype::F32, &[3], &data)?;
+    /// assert!(view.clone().with_gradient(Dtype::Bf16, &gradient).is_ok());
+    /// assert!(view.with_gradient(Dtype::F32, &gradient).is_err());
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn with_gradient(mut self, dtype: Dtype, gradient: &'a [u8]) -> Result<Self> {
+        let bytes = self.rect.element_count().and_then(|count| dtype.byte_count(count));
+        if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) || bytes != Some(gradient.len() as u64) {
+            let shape = format_shape(&self.rect.shape);
+            let message = format!("a gradient of {} bytes of {dtype} for {shape}; use f32, bf16 or f16 for each element", gradient.len());
+            return Err(Error::invalid(message).tensor(self.name));
+        }
+        self.gradient = Some((dtype, gradient));
+        Ok(self)
+    }
+
+    /// Type and bytes of the gradient, if the caller gave it.
+    pub fn gradient(&self) -> Option<(Dtype, &'a [u8])> {
+        self.gradient
     }
 
     /// Whether the writer keeps a hash of each row if it keeps no base.

@@ -4,18 +4,20 @@
 //! what checksums cover and what the next delta is made against. Without a rounding setting a chunk is stored as the
 //! caller gave it.
 //!
-//! Invariant: a chunk that depends on a partner (a master on its model weight) sees the partner as the partner will be
-//! stored, never the caller's original.
+//! Invariant: a chunk that depends on a partner when it is decoded (a master on its model weight) sees the partner as the partner
+//! will be stored, never the caller's original.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::input::{ChunkRef, SaveInput};
-use crate::codec::{Chunk, Partner};
+use super::layout::LayoutTensor;
+use crate::codec::{Chunk, KMeans, LevelError, Partner};
 use crate::kernels::errors::updates;
 use crate::precision::{Rounded, Setting, round};
+use crate::tensor::is_parameter;
 use crate::wire::{ChunkErrors, ErrorsFile, ShardErrors};
-use crate::{Dtype, Result, RoundingReport};
+use crate::{Dtype, Error, Result, RoundingReport};
 
 /// The stored form of a chunk.
 pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<&[u8]>) -> Result<Rounded<'a>> {
@@ -26,10 +28,7 @@ pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<
         return Ok(Rounded::lossless(original));
     }
     let role = tensor.description.role.as_str();
-    let partner_of = |role: &str| {
-        let (number, shard) = input.layout.partner(at.tensor, role, input.view(at).rect())?;
-        Some((&input.layout.tensors[number], ChunkRef { tensor: number, shard, chunk: at.chunk, base: None }))
-    };
+    let partner_of = |role: &str| partner_of(input, at, role);
     // A master is rounded relative to its model weight as the weight will be stored.
     let model = match (precision.setting, partner_of("model")) {
         (Setting::Remainder { .. }, Some((model, at))) if model.description.role != role => {
@@ -38,7 +37,8 @@ pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<
         _ => None,
     };
     let model = model.as_ref().map(|(dtype, rounded)| Partner { role: "model", dtype: *dtype, data: &rounded.data, base: None });
-    let chunk = Chunk { base, partners: model.as_slice(), ..input.codec_chunk(at, original)? };
+    let partner = model.or(sensitivity(input, at)?);
+    let chunk = Chunk { base, partners: partner.as_slice(), ..input.codec_chunk(at, original)? };
     let mut rounded = round(precision, &chunk).map_err(|e| input.locate(at, e))?;
     let first = partner_of("exp_avg").filter(|(first, _)| role == "exp_avg_sq" && first.description.dtype == Dtype::F32);
     if let (Some(errors), Some((_, first))) = (&mut rounded.errors, first) {
@@ -46,18 +46,49 @@ pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<
         errors.update = updates([input.original(first)?, &stored.data], [original, &rounded.data]);
     }
     let Rounded { data, given, errors } = rounded;
-    // The borrow of `chunk` ends here; the caller's bytes live longer.
-    let data = match data {
-        Cow::Owned(stored) => Cow::Owned(stored),
-        Cow::Borrowed(_) => Cow::Borrowed(original),
-    };
-    Ok(Rounded { data, given, errors })
+    Ok(Rounded { data: outliving(data, original), given, errors })
 }
 
-/// The stored form of a chunk of a tensor that is rounded without a base and without partners.
+/// The stored form of a chunk of a tensor that is rounded without a base, and without partners that are stored.
 pub(super) fn stored_form_alone<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Result<Rounded<'a>> {
-    let chunk = input.codec_chunk(at, input.original(at)?)?;
-    round(input.precision(input.tensor(at)), &chunk).map_err(|e| input.locate(at, e))
+    let original = input.original(at)?;
+    let partner = sensitivity(input, at)?;
+    let chunk = Chunk { partners: partner.as_slice(), ..input.codec_chunk(at, original)? };
+    let Rounded { data, given, errors } = round(input.precision(input.tensor(at)), &chunk).map_err(|e| input.locate(at, e))?;
+    Ok(Rounded { data: outliving(data, original), given, errors })
+}
+
+/// The bytes without the borrow of a chunk: those that were not rounded are the caller's, which live longer.
+fn outliving<'a>(data: Cow<'_, [u8]>, original: &'a [u8]) -> Cow<'a, [u8]> {
+    match data {
+        Cow::Owned(stored) => Cow::Owned(stored),
+        Cow::Borrowed(_) => Cow::Borrowed(original),
+    }
+}
+
+/// The chunk of another role of the same parameter.
+fn partner_of<'a>(input: &SaveInput<'a>, at: ChunkRef, role: &str) -> Option<(&'a LayoutTensor<'a>, ChunkRef)> {
+    let (number, shard) = input.layout.partner(at.tensor, role, input.view(at).rect())?;
+    Some((&input.layout.tensors[number], ChunkRef { tensor: number, shard, chunk: at.chunk, base: None }))
+}
+
+/// What tells the sensitivity of the numbers of a parameter, if its setting asks: the gradient that the caller gave, or the second
+/// moment in the state. Rounding alone reads it, so it is taken as the caller has it.
+fn sensitivity<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Result<Option<Partner<'a>>> {
+    let tensor = input.tensor(at);
+    let Setting::KMeans(KMeans { error: LevelError::Sensitive, .. }) = input.precision(tensor).setting else { return Ok(None) };
+    if let Some((dtype, gradient)) = input.view(at).gradient() {
+        let elements = input.grid(at)?.elements(at.chunk);
+        let byte = |element: u64| dtype.byte_count(element).and_then(|byte| usize::try_from(byte).ok());
+        let data = byte(elements.start).zip(byte(elements.end)).and_then(|(start, end)| gradient.get(start..end));
+        let data = data.ok_or_else(|| input.locate(at, Error::invalid("the gradient ends before the chunk")))?;
+        return Ok(Some(Partner { role: "gradient", dtype, data, base: None }));
+    }
+    if !is_parameter(&tensor.description.role) {
+        return Ok(None);
+    }
+    let Some((second, at)) = partner_of(input, at, "exp_avg_sq") else { return Ok(None) };
+    Ok(Some(Partner { role: "exp_avg_sq", dtype: second.description.dtype, data: input.original(at)?, base: None }))
 }
 
 /// Rounding errors of one save.

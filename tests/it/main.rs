@@ -46,6 +46,7 @@ mod ranks;
 mod replaced;
 mod roundtrip;
 mod rows;
+mod sensitivity;
 mod sessions;
 mod spared_bases;
 mod spec;

@@ -31,6 +31,14 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|unit| f32::from_le_bytes(unit.try_into().unwrap())).collect()
 }
 
+/// Numbers of an f32 tensor, or of a bf16 one.
+fn numbers(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        Dtype::Bf16 => bytes.chunks_exact(2).map(|unit| f32::from_le_bytes([0, 0, unit[0], unit[1]])).collect(),
+        _ => floats(bytes),
+    }
+}
+
 fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -47,8 +55,8 @@ async fn read(snapshot: &Snapshot) -> State {
 }
 
 /// Returns the relative errors of all elements that are finite and not zero.
-fn relative(before: &[u8], after: &[u8]) -> Vec<f64> {
-    let pairs = floats(before).into_iter().zip(floats(after));
+fn relative(before: &[f32], after: &[f32]) -> Vec<f64> {
+    let pairs = before.iter().copied().zip(after.iter().copied());
     let counts = pairs.filter(|(x, _)| x.is_finite() && *x != 0.0);
     counts.map(|(x, y)| (f64::from(y) - f64::from(x)).abs() / f64::from(x).abs()).collect()
 }
@@ -63,15 +71,17 @@ async fn check_receipt(snapshot: &Snapshot, before: &State) {
             assert!(stored == bytes, "{name} differs, and no receipt says so");
             continue;
         };
-        let found = relative(bytes, stored);
+        let dtype = snapshot.tensor(name).unwrap().dtype;
+        let (before, after) = (numbers(dtype, bytes), numbers(dtype, stored));
+        let found = relative(&before, &after);
         let max = found.iter().copied().fold(0.0, f64::max);
         let total = receipt.total;
         assert!((total.max_relative - max).abs() <= 1e-9 * max, "{name}: {} told, {max} found", total.max_relative);
         let mean = found.iter().sum::<f64>() / found.len().max(1) as f64;
         assert!((total.mean_relative() - mean).abs() <= 1e-9 * mean, "{name}: mean {} told, {mean} found", total.mean_relative());
-        let squares = floats(bytes).into_iter().zip(floats(stored)).filter(|(x, _)| x.is_finite());
-        let squares: f64 = squares.map(|(x, y)| (f64::from(x) - f64::from(y)).powi(2)).sum();
-        let squared = squares / (bytes.len() / 4).max(1) as f64;
+        let squares = before.iter().zip(&after).filter(|(x, _)| x.is_finite());
+        let squares: f64 = squares.map(|(x, y)| (f64::from(*x) - f64::from(*y)).powi(2)).sum();
+        let squared = squares / before.len().max(1) as f64;
         assert!((total.mean_squared() - squared).abs() <= 1e-9 * squared, "{name}: {} told, {squared} found", total.mean_squared());
     }
 }
@@ -221,7 +231,7 @@ proptest! {
             for (x, y) in numbers.iter().zip(floats(&stored)) {
                 assert!(x.is_finite() || x.to_bits() == y.to_bits(), "{setting}: {x} became {y}");
             }
-            let max = relative(&data, &stored).into_iter().fold(0.0, f64::max);
+            let max = relative(&floats(&data), &floats(&stored)).into_iter().fold(0.0, f64::max);
             let promised = match setting {
                 Setting::LogUniform { steps } => {
                     let ratio = (1.0 / f64::from(steps)).exp2();

@@ -358,7 +358,7 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.cluster", 1): Codec(
         frozenset({"absolute"}), ("labels", "codes", "scale", "offset", "options"), cluster, dtypes=frozenset({"f32"}),
     ),
-    ("tc.kmeans", 1): Codec(frozenset({"absolute", "delta"}), ("levels", "codes", "protected"), kmeans, dtypes=frozenset({"f32"})),
+    ("tc.kmeans", 1): Codec(frozenset({"absolute", "delta"}), ("levels", "codes", "protected"), kmeans, dtypes=frozenset({"bf16", "f32"})),
     ("tc.blockwise8", 1): Codec(frozenset({"absolute"}), ("map", "absmax", "codes"), blockwise8, dtypes=frozenset({"f32"})),
 }
 

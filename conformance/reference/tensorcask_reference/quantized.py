@@ -1,4 +1,5 @@
-"""Codecs of numbers that were rounded to few: a small code for each, and what the codes stand for. All are of `f32` alone."""
+"""Codecs of numbers that were rounded to few: a small code for each, and what the codes stand for. `tc.kmeans` is of `f32` and
+`bf16`, all others of `f32` alone."""
 
 from math import isqrt
 
@@ -119,31 +120,38 @@ def cluster(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> B
 
 def kmeans(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     levels, codes, protected = columns
-    if levels.size % 4 or not 4 <= levels.size <= 1024:
+    u = dtype.bits // 8
+    if levels.size % u or not u <= levels.size <= 256 * u:
         raise corrupt("kmeans 1", f"{levels.size} bytes of levels")
-    v = levels.view("<f4")
+    v = _as_f32(dtype, levels)
     if not np.isfinite(v).all() or (v[1:] <= v[:-1]).any():
         raise corrupt("kmeans 1", "levels are not finite, or do not ascend")
-    if protected.size % 8:
+    if protected.size % (4 + u):
         raise corrupt("kmeans 1", f"{protected.size} bytes of protected elements")
-    numbers, bits = protected.view("<u4").reshape(-1, 2).T
+    kept = protected.reshape(-1, 4 + u)
+    numbers = np.ascontiguousarray(kept[:, :4]).view("<u4").reshape(-1)
     if (numbers[1:] <= numbers[:-1]).any() or (numbers >= n).any():
         raise corrupt("kmeans 1", "protected elements are out of order or beyond the chunk")
     c = decode_plane(codes, n)
     if base is not None:
-        expected = _levels_expected(v, base)
+        expected = _levels_expected(v, _as_f32(dtype, base))
         order, symbols = np.argsort(expected, kind="stable"), c
         c = np.empty(n, np.int64)
         c[order] = (symbols + expected[order]) % 256
     if (c >= v.size).any():
         raise corrupt("kmeans 4", f"a code of no level, of {v.size}")
-    chunk = levels.view("<u4")[c]
-    chunk[numbers] = bits
-    return chunk.view(np.uint8)
+    chunk = levels.reshape(-1, u)[c]
+    chunk[numbers] = kept[:, 4:]
+    return chunk.reshape(-1)
 
 
-def _levels_expected(v: np.ndarray, base: Bytes) -> np.ndarray:
+def _as_f32(dtype: Dtype, data: Bytes) -> np.ndarray:
+    """The numbers of a chunk of f32, or of bf16, whose bits are the upper half of those of the f32."""
+    return data.view("<f4") if dtype.name == "f32" else (data.view("<u2").astype("<u4") << 16).view("<f4")
+
+
+def _levels_expected(v: np.ndarray, base: np.ndarray) -> np.ndarray:
     """kmeans 3; the middles ascend, though not strictly"""
     with np.errstate(all="ignore"):
-        b, wide = base.view("<f4").astype(np.float64), v.astype(np.float64)
+        b, wide = base.astype(np.float64), v.astype(np.float64)
     return np.where(np.isnan(b), 0, np.searchsorted((wide[:-1] + wide[1:]) / 2, b, "left"))
