@@ -107,6 +107,21 @@ struct Bin {
 /// A number to find levels for, with the weight of its squared error.
 type Weighed = (f32, f64);
 
+/// Moves levels to round numbers, by at most a sixteenth of the distance to the next level. Then a later state, which differs little,
+/// mostly gets the same levels, and its delta is small. The squared error grows by at most a twentieth.
+///
+/// The levels of the base would do the same. But the stored form of a chunk must not depend on its base, because a codec may need the
+/// chunk as a partner where its base is not at hand.
+fn snapped(levels: &[f64]) -> Vec<f64> {
+    let distance = |at: usize| levels.get(at + 1).zip(levels.get(at)).map_or(f64::INFINITY, |(next, level)| next - level);
+    let snap = |(at, &level): (usize, &f64)| {
+        let nearest = distance(at).min(at.checked_sub(1).map_or(f64::INFINITY, distance));
+        let step = (nearest.log2().floor() - 3.0).exp2();
+        if step.is_normal() { (level / step).round() * step } else { level }
+    };
+    levels.iter().enumerate().map(snap).collect()
+}
+
 /// First levels: as dense as the best levels of a smooth density are, in proportion to the cube root of the weight per width.
 ///
 /// Source: Panter and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing of levels" (1951)
@@ -238,7 +253,8 @@ impl KMeans {
             centers.sort_unstable_by(f64::total_cmp);
         }
         let of_dtype = |center: f64| if dtype == Dtype::Bf16 { half::bf16::from_f64(center).to_f32() } else { center as f32 };
-        let mut levels: Vec<f32> = centers.into_iter().map(|center| of_dtype(center) + 0.0).filter(|level| level.is_finite()).collect();
+        let mut levels: Vec<f32> =
+            snapped(&centers).into_iter().map(|center| of_dtype(center) + 0.0).filter(|level| level.is_finite()).collect();
         if zeros > 0 || levels.is_empty() {
             levels.push(0.0);
         }

@@ -171,3 +171,28 @@ async fn a_state_search_keeps_its_budget() {
     let lossless = search_state(&state, StateBudget { update: 0.0, weights: 0.0 }).unwrap();
     assert!(lossless.errors == StateBudget { update: 0.0, weights: 0.0 });
 }
+
+#[tokio::test]
+async fn levels_stay_while_numbers_change_little_and_do_not_depend_on_the_base() {
+    let mut weights: Vec<f32> = (0..100_000u64).map(|i| ((i * 7919 % 99_991) as f32 / 99_991.0 - 0.5) * 0.1).collect();
+    let (store, mut sizes) = (memory(), Vec::new());
+    let mut writer = store.writer_with(options(&["model=kmeans:16:absolute"])).await.unwrap();
+    for step in 0..12u64 {
+        // A hundredth of the weights move. At step 11, all of them are twice as large.
+        for weight in weights.iter_mut().skip(step as usize).step_by(100) {
+            *weight += 1e-3;
+        }
+        if step == 11 {
+            weights.iter_mut().for_each(|weight| *weight *= 2.0);
+        }
+        let data = bytes(weights.iter().copied());
+        let view = TensorView::new("model.w", Dtype::F32, &[1000, 100], &data).unwrap();
+        let saved = writer.save(step, std::slice::from_ref(&view), &[], &Metadata::default()).await.unwrap();
+        sizes.push(saved.stored_bytes);
+        let alone = memory();
+        let mut first = alone.writer_with(options(&["model=kmeans:16:absolute"])).await.unwrap();
+        first.save(step, &[view], &[], &Metadata::default()).await.unwrap();
+        assert!(stored(&store, "model.w").await == stored(&alone, "model.w").await, "step {step}");
+    }
+    assert!(sizes[1..].iter().all(|size| size * 4 < sizes[0]), "{sizes:?}");
+}
