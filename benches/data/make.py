@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 
 import torch
-from models import GPT, Recommender
+from models import GPT, Recommender, item_loss, text_loss
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from text import VOCABULARY, read_tokens
 from torch import nn
-from torch.nn import functional as F
 
 THREADS = 2  # sums depend on it
 
@@ -100,23 +99,6 @@ def falling(peak, end, until, after):
         return peak * (step + 1) / 100 if step < 100 else end + (peak - end) * (1 + math.cos(math.pi * step / until)) / 2
 
     return rate
-
-
-def pick(step, count, rows):
-    """Random rows that depend on the step alone, so that a resumed run takes the same."""
-    return torch.randint(count, (rows,), generator=torch.Generator().manual_seed(step))
-
-
-def text_loss(model, tokens, step, batch=4, length=256):
-    rows = torch.stack([tokens[at : at + length + 1] for at in pick(step, len(tokens) - length - 1, batch)]).long()
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-def item_loss(model, items, step, batch=512, history=8, others=16):
-    rows = torch.stack([items[at : at + history + 1] for at in pick(step, len(items) - history - 1, batch)])
-    # The right item first, then others of the same batch.
-    shifted = torch.stack([rows[:, -1].roll(shift) for shift in range(others)], 1)
-    return F.cross_entropy(model(rows[:, :-1], shifted), torch.zeros(batch, dtype=torch.long))
 
 
 def as_items(tokens):

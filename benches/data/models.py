@@ -1,4 +1,4 @@
-"""Three small models whose training states differ in kind."""
+"""Three small models whose training states differ in kind, and their losses."""
 
 import torch
 from torch import nn
@@ -80,3 +80,20 @@ class Recommender(nn.Module):
         """Scores of candidates: history (batch, 8), candidates (batch, n)."""
         user = self.out(F.relu(self.hidden(self.table(history).flatten(1))))
         return (self.table(candidates) @ user.unsqueeze(-1)).squeeze(-1)
+
+
+def pick(step, count, rows):
+    """Random rows that depend on the step alone, so that a resumed run takes the same."""
+    return torch.randint(count, (rows,), generator=torch.Generator().manual_seed(step))
+
+
+def text_loss(model, tokens, step, batch=4, length=256):
+    rows = torch.stack([tokens[at : at + length + 1] for at in pick(step, len(tokens) - length - 1, batch)]).long()
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def item_loss(model, items, step, batch=512, history=8, others=16):
+    rows = torch.stack([items[at : at + history + 1] for at in pick(step, len(items) - history - 1, batch)])
+    # The right item first, then others of the same batch.
+    shifted = torch.stack([rows[:, -1].roll(shift) for shift in range(others)], 1)
+    return F.cross_entropy(model(rows[:, :-1], shifted), torch.zeros(batch, dtype=torch.long))

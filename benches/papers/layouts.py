@@ -83,12 +83,10 @@ def check(store, step, state):
             raise AssertionError(f"step {step}: restored bytes differ")
 
 
-def worker(rank, layout, paths, folder):
-    """One process: saves base and delta again and again, and tells rank 0 how long."""
+def join(rank, layout, paths, folder):
+    """Joins the processes of a layout; returns this one's part of each state."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from tensorcask import Store
 
     tensor_ranks, stages = layout
     world = tensor_ranks * stages
@@ -96,7 +94,27 @@ def worker(rank, layout, paths, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world, timeout=timedelta(minutes=10))
     mesh = dist.init_device_mesh("cpu", (stages, tensor_ranks), mesh_dim_names=("stage", "tensor"))
     stage, own = divmod(rank, tensor_ranks)
-    both = [sharded(path, mesh["tensor"], own, stage, stages) for path in paths]
+    return [sharded(path, mesh["tensor"], own, stage, stages) for path in paths]
+
+
+def in_processes(run, layout, worker):
+    """Starts a worker for each process of a layout, with steps 1000 and 1001; returns the bytes of a state, and what rank 0 wrote."""
+    from torch.multiprocessing import spawn
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        paths = [Path(folder, f"step-{step}.safetensors") for step in (1000, 1001)]
+        size = [write_state(run, step, path) for step, path in zip((1000, 1001), paths, strict=True)][1]
+        spawn(worker, (layout, paths, folder), nprocs=layout[0] * layout[1])
+        return size, json.loads(Path(folder, "times.json").read_text())
+
+
+def worker(rank, layout, paths, folder):
+    """One process: saves base and delta again and again, and tells rank 0 how long."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from tensorcask import Store
+
+    both, world = join(rank, layout, paths, folder), layout[0] * layout[1]
     times = {kind: [] for kind in KINDS}
     for number in range(ROUNDS):
         for kind, (precision, which) in KINDS.items():
@@ -122,15 +140,10 @@ def worker(rank, layout, paths, folder):
 
 def measure_layouts(run):
     run.need(1000, 1001)
-    from torch.multiprocessing import spawn
-
     rows = []
     for layout in LAYOUTS:
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-            paths = [Path(folder, f"step-{step}.safetensors") for step in (1000, 1001)]
-            size = [write_state(run, step, path) for step, path in zip((1000, 1001), paths, strict=True)][1]
-            spawn(worker, (layout, paths, folder), nprocs=layout[0] * layout[1])
-            rows.append({"layout": layout, "kinds": json.loads(Path(folder, "times.json").read_text())})
+        size, times = in_processes(run, layout, worker)
+        rows.append({"layout": layout, "kinds": times})
     data = run.describe() + ("" if run.whole else f", its layer {LAYERS} times")
     return {"data": data, "bytes": size, "rows": rows}
 

@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import bitsnap
+import dynaquant
 import layouts
 import lmc
+import memory
 import threads
 from data import Run, TooFew
 from peers import ROOT, busy, machine
@@ -43,6 +45,9 @@ PARTS = {
     "blocks": Part(lmc.measure_blocks, lmc.blocks_tables),
     "sizes": Part(lmc.measure_sizes, lmc.sizes_tables, lmc.sizes_plots),
     "threads": Part(threads.measure_threads, threads.threads_tables, steps=(1000, 1010), timed=True),
+    "memory": Part(memory.measure_memory, memory.memory_tables, steps=(1000, 1001), timed=True),
+    "lossy": Part(dynaquant.measure_lossy, dynaquant.lossy_tables),
+    "search": Part(dynaquant.measure_search, dynaquant.search_tables, steps=(1000, 1001, 1010)),
     "layouts": Part(layouts.measure_layouts, layouts.layouts_tables, steps=(1000, 1001), timed=True),
 }
 
