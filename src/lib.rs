@@ -125,8 +125,9 @@ pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
 pub use precision::{Precision, PrecisionDecision, RoundingReport, TensorRounding};
 pub use reader::{
-    Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
-    SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
+    Bf16View, Bisection, CopyReason, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, PartPlace, Predicate, ReadCounts,
+    ReadRequest, RecoveredSnapshot, SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables,
+    StoredPart, StoredTensor, Survey, TensorMap, TensorPart, TensorStatistics, UpdateReport,
 };
 pub use store::{AheadUploads, Bandwidth, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};

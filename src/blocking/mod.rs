@@ -20,8 +20,6 @@ mod runtime;
 
 use std::future::Future;
 
-use bytes::Bytes;
-
 use runtime::Runtime;
 
 use crate::interchange::safetensors::{self, Selected};
@@ -223,7 +221,7 @@ impl Snapshot {
     }
 
     /// See [`Snapshot::view`](crate::Snapshot::view).
-    pub fn view(&self, name: &str) -> Result<Bytes> {
+    pub fn view(&self, name: &str) -> Result<crate::TensorMap> {
         self.runtime.wait(self.inner.view(name))
     }
 

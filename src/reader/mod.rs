@@ -6,7 +6,8 @@
 //! | `open_chain` | the opened chain: manifests, directories, indexes |
 //! | `cask_source` | the bytes of a cask: an object, or a part of a log entry |
 //! | `execute` | fetches and decodes chunks through an opened chain |
-//! | `narrow`, `view` | reads f32 as bf16; maps raw tensors of local files |
+//! | `narrow` | reads f32 as bf16 |
+//! | `stored`, `view` | places of the bytes of a tensor; maps raw chunks of local files |
 //! | `windows` | divides a state into parts that are read one after the other |
 //! | `since` | updates a state to another snapshot |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
@@ -29,6 +30,7 @@ mod recover;
 mod rounding;
 mod since;
 mod statistics;
+mod stored;
 mod survey;
 mod tables;
 mod tensor_statistics;
@@ -56,9 +58,11 @@ pub use predicate::Predicate;
 pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
 pub use since::UpdateReport;
+pub use stored::{CopyReason, PartPlace, StoredPart, StoredTensor};
 pub use survey::Survey;
 pub use tables::StoreTables;
 pub use tensor_statistics::TensorStatistics;
+pub use view::{TensorMap, TensorPart};
 pub use watch::SnapshotWatch;
 pub use windows::SlicePart;
 

@@ -1,89 +1,150 @@
-//! Memory-maps a raw tensor in local storage, without copying or decoding.
+//! Maps tensors of local stores into memory, without copying the chunks that are stored raw.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
 
 use bytes::Bytes;
 
 use super::Snapshot;
-use crate::chain::ShardPlan;
-use crate::codec::{ChunkKind, Raw};
+use super::execute::{ChunkItem, slice_of};
+use super::open_chain::OpenChain;
+use super::stored::{PartPlace, StoredPart, StoredTensor};
 use crate::kernels::map::map_file;
-use crate::limits::to_usize;
-use crate::store::Medium;
-use crate::{Error, Result};
+use crate::limits::{to_usize, zeroed};
+use crate::{ChunkGrid, Dtype, Limits, Result, boxed};
+
+/// A tensor in memory, in parts: mapped from files where its chunks are stored raw, copied where they are not.
+///
+/// The maps stay valid as long as a `Bytes` of them lives, also after the files are deleted. A store never overwrites a
+/// cask. Another program that truncates a mapped file ends this process with a signal.
+#[derive(Debug, Clone)]
+pub struct TensorMap {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Global shape.
+    pub shape: Vec<u64>,
+    /// Parts in order of shards, then elements. Together they cover the tensor once. An empty tensor has no parts.
+    pub parts: Vec<TensorPart>,
+}
+
+/// Bytes of a part of a tensor.
+#[derive(Debug, Clone)]
+pub struct TensorPart {
+    /// Elements of the part, and where the store has them.
+    pub stored: StoredPart,
+    /// The elements in row-major order, little-endian; packed, if an element has fewer than 8 bits.
+    pub bytes: Bytes,
+}
 
 impl Snapshot {
-    /// Maps the bytes of a whole tensor from its cask and compares the checksums. A cask in a log entry is in memory
-    /// already. The store must be a local folder, and the tensor must be stored raw in one shard of this snapshot.
+    /// Maps a tensor. Chunks that a file of a local store holds raw are mapped from there, also from the files of older
+    /// snapshots, and adjacent chunks are one part. All other chunks are decoded into memory;
+    /// [`StoredPart::place`] has the reason. Compares all checksums.
     ///
-    /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
-    pub async fn view(&self, name: &str) -> Result<Bytes> {
-        let unsupported = |message: &str| Error::unsupported(format!("no view: {message}; use read")).tensor(name);
-        let Medium::Local(root) = self.chain.store.objects().medium() else { return Err(unsupported("the store is not a local folder")) };
-        let directory = &self.chain.newest().directory;
+    /// A damaged chunk is a `Corrupt` error that names tensor and chunk. Copied chunks of more than `max_read_bytes`
+    /// are a `LimitExceeded` error.
+    ///
+    /// ```
+    /// use tensorcask::blocking::Store;
+    /// use tensorcask::{Dtype, Latest, Metadata, PartPlace, Policy, StoreOptions, TensorView};
+    ///
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let url = folder.path().to_str().unwrap();
+    /// let store = Store::with(StoreOptions { inline_bytes: 0, ..Default::default() }.open(url)?)?;
+    /// store.writer(Policy::Full)?.save(1, &[TensorView::new("w", Dtype::U8, &[3], &[7, 1, 9])?], &[], &Metadata::default())?;
+    ///
+    /// let map = store.snapshot(Latest)?.view("w")?;
+    /// assert!(matches!(map.parts[0].stored.place, PartPlace::File { .. }));
+    /// assert_eq!(map.copied_bytes(), 0);
+    /// assert_eq!(map.contiguous().unwrap(), [7, 1, 9][..]);
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub async fn view(&self, name: &str) -> Result<TensorMap> {
         let tensor = self.chain.find(name)?;
-        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
-        let mut shards = directory.shards_of(tensor);
-        let (Some(shard), None) = (shards.next(), shards.next()) else {
-            return Err(unsupported("the tensor has several shards"));
-        };
-        let plan = ShardPlan::new(&self.chain.links, tensor, shard)?;
-        self.chain.load_indexes(plan.candidates()).await?;
-        let rows = plan.rows(&self.chain.links)?;
-        let parts = rows.iter().filter_map(|&(link, cask, row)| {
-            let (part, range) = self.chain.links[link].0.index(cask)?.missing_part(row)?;
-            Some((link, cask, part, range))
-        });
-        self.chain.load_parts(parts.collect()).await?;
+        let tensor = self.chain.newest().directory.alias_of(tensor).unwrap_or(tensor);
+        let mut stored = StoredTensor::list(self, &[name]).await?;
+        let parts = stored.pop().map(|stored| stored.parts).unwrap_or_default();
+        let directory = &self.chain.newest().directory;
+        let (dtype, shape) = (directory.dtype(tensor), directory.shape(tensor));
+        let reader = PartReader { chain: &self.chain, tensor, dtype };
+        let parts = reader.read(parts).await.map_err(|e| e.tensor(name))?;
+        Ok(TensorMap { dtype, shape, parts })
+    }
+}
 
-        let mut file: Option<(usize, usize)> = None;
-        let mut pages = Vec::new();
-        for chunk in 0..plan.grid.chunk_count() {
-            let rebuilt = plan.chunk(&self.chain.links, &rows, chunk)?;
-            let (Some(step), 1) = (rebuilt.steps.first(), rebuilt.steps.len()) else {
-                return Err(unsupported("a chunk of it is a delta"));
-            };
-            if let Some(codec) = &step.entry.codec {
-                self.chain.store.registry().resolve(codec).map_err(|e| e.tensor(name).chunk(chunk))?;
-            }
-            let bytes = plan.grid.bytes(chunk);
-            let one_page = matches!(step.entry.pages.as_slice(), [page]
-                if page.column == "values" && page.range.end - page.range.start == bytes.end - bytes.start);
-            if !one_page {
-                return Err(unsupported("a chunk of it is not one page of its size"));
-            }
-            let raw = step.entry.kind == ChunkKind::Absolute && step.entry.codec.as_ref().is_some_and(|codec| codec.id == Raw::ID);
-            let adjacent = pages.last().is_none_or(|(_, page, _): &(u64, crate::container::PageEntry, u32)| {
-                step.entry.pages.first().is_some_and(|next| next.range.start == page.range.end)
+impl TensorMap {
+    /// Returns all bytes of the tensor, if they are one after the other in memory: the tensor is empty or has one part. The
+    /// part may have been copied, see [`copied_bytes`](Self::copied_bytes).
+    pub fn contiguous(&self) -> Option<Bytes> {
+        match self.parts.as_slice() {
+            [] => Some(Bytes::new()),
+            [part] => Some(part.bytes.clone()),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of bytes that were copied into memory.
+    pub fn copied_bytes(&self) -> u64 {
+        self.parts.iter().map(|part| &part.stored).filter(|part| matches!(part.place, PartPlace::Copy(_))).map(|part| part.bytes).sum()
+    }
+}
+
+/// Maps and decodes parts of one tensor, numbered as in the newest directory.
+struct PartReader<'c> {
+    chain: &'c OpenChain,
+    tensor: usize,
+    dtype: Dtype,
+}
+
+impl PartReader<'_> {
+    #[boxed]
+    async fn read(&self, parts: Vec<StoredPart>) -> Result<Vec<TensorPart>> {
+        let mut files: HashMap<PathBuf, Bytes> = HashMap::new();
+        let mut found: Vec<Option<Bytes>> = Vec::with_capacity(parts.len());
+        for part in &parts {
+            found.push(match &part.place {
+                PartPlace::File { path, first_byte } => {
+                    let whole = match files.get(path) {
+                        Some(whole) => whole,
+                        None => files.entry(path.clone()).or_insert(map_file(path)?),
+                    };
+                    let range = *first_byte..first_byte.saturating_add(part.bytes);
+                    Some(slice_of(whole, &range).map_err(|e| part.source.locate(e))?)
+                }
+                PartPlace::LogEntry => part.of_log_entry()?,
+                PartPlace::Copy(_) => None,
             });
-            if !raw || !adjacent || *file.get_or_insert((step.link, step.cask)) != (step.link, step.cask) {
-                return Err(unsupported("not all of it is stored raw and in one place"));
-            }
-            pages.extend(step.entry.pages.iter().map(|page| (chunk, page.clone(), rebuilt.crc)));
         }
-        let (Some((link, cask)), Some((_, first, _)), Some((_, last, _))) = (file, pages.first(), pages.last()) else {
-            return Ok(Bytes::new());
-        };
-        let source = self.chain.source(link, cask);
-        let mapped = match source.whole() {
-            Some(bytes) => bytes.clone(),
-            None => map_file(&root.join(source.path()))?,
-        };
-        let slice = |start: u64, end: u64| {
-            let (start, end) = (to_usize(start, "a cask")?, to_usize(end, "a cask")?);
-            if end > mapped.len() {
-                return Err(source.locate(Error::corrupt("the cask is truncated")));
-            }
-            Ok(mapped.slice(start..end))
-        };
-        for (chunk, page, crc) in &pages {
-            let bytes = slice(page.range.start, page.range.end)?;
-            let locate = |e: Error| source.locate(e).tensor(name).chunk(*chunk);
-            page.check(&bytes).map_err(locate)?;
-            if crc32fast::hash(&bytes) != *crc {
-                return Err(locate(
-                    Error::corrupt("decoded bytes do not have the checksum that they had when they were saved").clause("chain 3.4"),
-                ));
+        let mapped = parts.iter().zip(&found).filter_map(|(part, bytes)| Some((part, bytes.as_deref()?)));
+        let mapped: Vec<(&StoredPart, &[u8])> = mapped.collect();
+        StoredPart::check(&mapped)?;
+        let chunks: u64 = mapped.iter().map(|(part, _)| part.raw_chunks()).sum();
+        self.chain.count(chunks, chunks, mapped.iter().map(|(part, _)| part.bytes).sum());
+
+        let missing = parts.iter().zip(&found).filter(|(_, bytes)| bytes.is_none()).map(|(part, _)| part);
+        let mut copied = self.decode(missing.collect()).await?.into_iter();
+        let bytes = found.into_iter().map(|bytes| bytes.or_else(|| copied.next()));
+        Ok(parts.into_iter().zip(bytes).filter_map(|(stored, bytes)| Some(TensorPart { stored, bytes: bytes? })).collect())
+    }
+
+    /// Decodes parts into memory.
+    async fn decode(&self, parts: Vec<&StoredPart>) -> Result<Vec<Bytes>> {
+        let bytes = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
+        Limits::check(bytes, self.chain.store.limits().max_read_bytes, "size of the chunks to copy")?;
+        let buffers = parts.iter().map(|part| zeroed(to_usize(part.bytes, "a tensor")?, "a tensor"));
+        let mut buffers: Vec<Vec<u8>> = buffers.collect::<Result<_>>()?;
+        let mut items = Vec::new();
+        for (part, buffer) in parts.iter().zip(&mut buffers) {
+            let grid = ChunkGrid::new(self.dtype, &part.shard.shape)?;
+            let mut rest: &mut [u8] = buffer;
+            for chunk in grid.chunks_of(part.elements.clone()) {
+                let range = grid.bytes(chunk);
+                let (out, others) = rest.split_at_mut(to_usize(range.end - range.start, "a chunk")?);
+                rest = others;
+                items.push(ChunkItem { tensor: self.tensor, rect: part.shard.clone(), chunk, out });
             }
         }
-        slice(first.range.start, last.range.end)
+        self.chain.read_chunks(items).await?;
+        Ok(buffers.into_iter().map(Bytes::from).collect())
     }
 }

@@ -53,4 +53,5 @@ mod spec;
 mod statistics;
 #[cfg(target_os = "linux")]
 mod storage;
+mod views;
 mod work;
