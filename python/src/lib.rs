@@ -17,6 +17,7 @@ mod precision;
 mod room;
 mod snapshot;
 mod store;
+mod stored;
 mod table;
 mod tree;
 mod upkeep;
@@ -46,6 +47,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     module.add_class::<snapshot::Snapshot>()?;
     module.add_function(wrap_pyfunction!(snapshot::windows, module)?)?;
+    module.add_class::<stored::StoredTensors>()?;
+    module.add_function(wrap_pyfunction!(stored::stored_tensors, module)?)?;
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;

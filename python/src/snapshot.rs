@@ -14,8 +14,8 @@ use crate::wait::until_done;
 /// Snapshot, wrapped by the Python package.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Snapshot {
-    store: blocking::Store,
-    inner: tensorcask::Snapshot,
+    pub(crate) store: blocking::Store,
+    pub(crate) inner: tensorcask::Snapshot,
 }
 
 impl Snapshot {

@@ -306,21 +306,21 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
     if framework == "numpy":
         return _numpy_place(dtype, shape, name, lambda array: array)
     if framework == "jax":
-        jax_numpy = _import("jax.numpy")
-
-        def to_jax(array: Any) -> Any:
-            converted = jax_numpy.asarray(array)
-            if converted.dtype != array.dtype:
-                raise _native.UnsupportedError(
-                    f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'"
-                )
-            return converted
-
-        return _numpy_place(dtype, shape, name, to_jax)
+        return _numpy_place(dtype, shape, name, lambda array: to_jax(array, name))
     if framework == "bytes":
         raw = RawTensor(dtype, tuple(shape), bytearray(byte_count(dtype, shape)))
         return Place(raw.data, lambda: raw)
     raise InvalidValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
+
+
+def to_jax(array: Any, name: str) -> Any:
+    """Returns a numpy array as a jax array of the same dtype."""
+    converted = _import("jax.numpy").asarray(array)
+    if converted.dtype != array.dtype:
+        raise _native.UnsupportedError(
+            f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'"
+        )
+    return converted
 
 
 def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[Any], Any]) -> Place:

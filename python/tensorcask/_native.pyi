@@ -1,5 +1,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, final
 
 from typing_extensions import Buffer
@@ -31,6 +32,7 @@ __all__ = [
     "Statistics",
     "StorageError",
     "Store",
+    "StoredTensors",
     "Tensors",
     "UnsafeStoreError",
     "UnsupportedError",
@@ -60,6 +62,7 @@ __all__ = [
     "serve",
     "status",
     "stop",
+    "stored_tensors",
     "times_of_saves",
     "unpack",
     "windows",
@@ -208,6 +211,16 @@ class Snapshot:
     def read_blob(self, rank: int, name: str) -> bytes: ...
 
 def windows(snapshot: Snapshot, names: Sequence[str], most_bytes: int) -> list[list[tuple[int, list[int], list[int], int, int]]]: ...
+
+_Part = tuple[list[int], list[int], int, int, int, Path | None, int | None, str | None]
+
+@final
+class StoredTensors:
+    def parts(self, tensor: int) -> list[_Part]: ...
+    def files(self) -> list[tuple[int, Path, int, int]]: ...
+    def check(self, mapped: Sequence[tuple[int, Buffer]]) -> None: ...
+
+def stored_tensors(snapshot: Snapshot, names: Sequence[str]) -> StoredTensors: ...
 
 _Shard = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Buffer]
 _Gradient = tuple[str, str, Sequence[int], Buffer]

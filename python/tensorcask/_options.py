@@ -61,6 +61,7 @@ class LoadOptions:
     max_error: float | None = None
     map_location: Device | None = None
     strip_prefix: str | None = None
+    mmap: bool = False
 
     def __post_init__(self) -> None:
         if self.map_location is not None:
@@ -82,6 +83,8 @@ class LoadOptions:
                 float_name(dtype, argument)
         if self.max_error is not None and not (isinstance(self.max_error, (int, float)) and self.max_error >= 0):
             raise InvalidValueError(f"max_error {self.max_error!r}: use a relative error of 0 or more, such as 0.05")
+        if self.mmap and self.out is not None:
+            raise InvalidValueError("mmap=True returns tensors over the files of the store, and out= fills yours. Pass one of them")
         if self.have is not None:
             check_step(self.have)
             if self.out is None:

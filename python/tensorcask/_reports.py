@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -32,6 +33,25 @@ class TensorInfo:
     role: str
     param: str
     alias_of: str | None
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Consecutive elements of one shard of a tensor, as listed by :meth:`Snapshot.parts`.
+
+    ``offset`` and ``shape`` are the shard in the tensor. ``start`` and ``stop`` count elements of the shard in row-major
+    order. ``size`` is in bytes. If a file of the store holds exactly these bytes, ``path`` is the file and ``first_byte``
+    the position in the file, and ``reason`` is None. Otherwise a read copies the bytes, and ``reason`` says why.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    size: int
+    path: Path | None
+    first_byte: int | None
+    reason: str | None
 
 
 class ChainLink(NamedTuple):

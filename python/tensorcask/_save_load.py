@@ -99,6 +99,7 @@ def load(
     max_error: float | None = None,
     map_location: Device | None = None,
     strip_prefix: str | None = None,
+    mmap: bool = False,
     progress: Progress = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
@@ -125,6 +126,7 @@ def load(
         map_location: Another name of ``device``, for programs that call ``torch.load``.
         strip_prefix: Beginning of names, such as ``"model."``. Loads the tensors under it as a flat dict of names without
             it. With ``tensors``, all of them must begin with it.
+        mmap: Whether tensors that a file of a local store holds as they are become tensors over the mapped file; see below.
         progress: A function of the bytes read and written so far, called a few times a second from another thread; or
             True for a bar of tqdm. In a notebook with tqdm and ipywidgets, operations of more than a
             second show the bar by default; False leaves it out.
@@ -136,6 +138,11 @@ def load(
     ``"bf16"``. A mapping chooses by role or name: ``{"model": "bf16", "*.bias": None}``. The last pattern that matches
     a tensor wins; None leaves it as it was saved. A full name converts also a tensor without dimensions and a step
     counter. If f32 weights were stored so that their bf16 roundings can be read alone, ``"bf16"`` reads only those.
+
+    With ``mmap=True``, torch, numpy and jax tensors that are stored raw and in one piece take no memory of their own. Save with
+    ``codecs="*=tc.raw"`` and ``policy="full"`` for that. Writes to such a tensor stay in memory and never reach the file. All
+    other tensors are read as usual; :meth:`Snapshot.parts` says why. All checksums are compared. A tensor that is moved to
+    a GPU, a slice, and a tensor of ``framework="bytes"`` is read as usual, too.
 
     >>> weights = {"model": {"w": RawTensor("u8", (2,), bytearray(b"ab"))}, "epoch": 1}
     >>> _ = save(weights, "memory://prefix-example", step=1)
@@ -159,6 +166,7 @@ def load(
         max_error=max_error,
         map_location=map_location,
         strip_prefix=strip_prefix,
+        mmap=mmap,
         progress=progress,
     )
 

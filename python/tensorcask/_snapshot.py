@@ -7,11 +7,11 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import _collector, _convert, _device, _dtypes, _frameworks, _html, _native, _state
+from . import _collector, _convert, _device, _dtypes, _frameworks, _html, _mapped, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
-from ._reports import ChainLink, TensorInfo
+from ._reports import ChainLink, StoredPart, TensorInfo
 from ._state import TREE
 
 _log = logging.getLogger("tensorcask")
@@ -132,6 +132,13 @@ class Snapshot(SnapshotView):
         """Reports the rounding errors of tensors, by name; empty if the snapshot is lossless. Reads no tensor."""
         return [TensorRounding.of(*row) for row in self._native.rounding()]
 
+    def parts(self, name: str) -> list[StoredPart]:
+        """Parts of a tensor: those in a file as they are, and those that a read copies, with the reason. Reads no tensor.
+
+        ``load(mmap=True)`` maps a tensor that has one part, with a ``path``.
+        """
+        return _mapped.parts_of(self._native, name)
+
     def verify(self) -> None:
         """Decodes and checks every chunk. Raises an error if something is wrong."""
         self._native.verify()
@@ -149,6 +156,7 @@ class Snapshot(SnapshotView):
         max_error: float | None = None,
         map_location: Device | None = None,
         strip_prefix: str | None = None,
+        mmap: bool = False,
     ) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
         options = LoadOptions(
@@ -162,6 +170,7 @@ class Snapshot(SnapshotView):
             max_error=max_error,
             map_location=map_location,
             strip_prefix=strip_prefix,
+            mmap=mmap,
         )
         return self.load_with(options)
 
@@ -218,6 +227,7 @@ class Snapshot(SnapshotView):
         on_device: dict[str, Any] = {}
         filled: set[tuple[str, int]] = set()
         tied: dict[str, str] = {}
+        to_map: dict[str, TensorInfo] = {}
         stored: dict[str, str] = {}
         with _collector.paused():
             for name in wanted:
@@ -238,6 +248,9 @@ class Snapshot(SnapshotView):
                         places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
                         rounded.append((name, (0,) * len(info.shape), info.shape, places[name].buffer))
                         continue
+                    if options.mmap:
+                        to_map[name] = info
+                        continue
                     place = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
                 else:
                     target = targets[name]
@@ -256,6 +269,10 @@ class Snapshot(SnapshotView):
                         continue
                 places[name] = place
                 requests.append((name, (0,) * len(info.shape), info.shape, place.buffer))
+        for name, place in _mapped.places(self._native, to_map, kind_of).items() if to_map else ():
+            places[name] = place
+            if place.buffer is not None:
+                requests.append((name, (0,) * len(to_map[name].shape), to_map[name].shape, place.buffer))
         for name, (offset, shape) in rects.items():
             places[name] = _frameworks.place(kind_of(name), "bf16" if is_rounded(name) else self._tensors[name].dtype, shape, name)
             (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))

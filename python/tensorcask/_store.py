@@ -226,6 +226,7 @@ class Store(Upkeep):
         max_error: float | None = None,
         map_location: Device | None = None,
         strip_prefix: str | None = None,
+        mmap: bool = False,
         progress: Progress = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
@@ -240,6 +241,7 @@ class Store(Upkeep):
             max_error=max_error,
             map_location=map_location,
             strip_prefix=strip_prefix,
+            mmap=mmap,
         )
         wanted = step_or_latest(step)
         with watching(self.native(), progress, f"load step {step}"):

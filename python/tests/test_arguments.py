@@ -44,6 +44,7 @@ LOAD = {
     "dtype",
     "have",
     "max_error",
+    "mmap",
     "progress",
 }
 

@@ -100,7 +100,7 @@ impl StoredTensor {
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let url = folder.path().to_str().unwrap();
     /// let store = StoreOptions { inline_bytes: 0, ..Default::default() }.open(url)?;
-    /// let raw = CodecRules::parse("model=tc.raw")?;
+    /// let raw = CodecRules::parse(["model=tc.raw"])?;
     /// let mut writer = store.writer_with(WriterOptions { codecs: raw, ..Default::default() }).await?;
     /// let state = [
     ///     TensorView::new("model.w", Dtype::U8, &[4, 2], &[1, 2, 3, 4, 5, 6, 7, 8])?,
