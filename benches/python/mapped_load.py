@@ -3,9 +3,9 @@
     python benches/python/mapped_load.py [FOLDER] [--mib N] [--rounds N]
 
 Saves one random state of bf16 weights and f32 moments in three formats. Each load runs in a process of its own, and the
-formats take turns. Before the clock starts, the process has loaded a small state in the same way, and all files have been read
-once. The sum reads every element of every tensor after the load. Prints a table: medians, with the range of the rounds in
-parentheses.
+formats take turns. Before the clock starts, the process has loaded a small state in the same way, and all files have
+been read once. The sum reads every element of every tensor after the load. Prints a table: medians, with the range of
+the rounds in parentheses.
 
 The peak is the growth of resident memory, which counts pages of mapped files. Private memory is what the process holds
 beside such pages, after load and sum. Only tensorcask compares checksums: its time includes reading every byte.

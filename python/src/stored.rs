@@ -17,7 +17,8 @@ const CHECKED_BYTES: u64 = 1 << 30;
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct StoredTensors(Vec<StoredTensor>);
 
-/// Offset and shape of the shard, first element and end, size in bytes, path and first byte in the file, and reason of a copy.
+/// Offset and shape of the shard, first element and end, size in bytes, path and first byte in the file, and reason of
+/// a copy.
 type Row = (Vec<u64>, Vec<u64>, u64, u64, u64, Option<PathBuf>, Option<u64>, Option<String>);
 
 #[pymethods]

@@ -1,7 +1,7 @@
 """Maps tensors of local stores into memory, instead of reading them: ``load(mmap=True)``.
 
-A tensor whose bytes are one piece of a file becomes an array over a private map of the file. Writes to the array stay in
-memory (copy on write). Every array keeps the map alive.
+A tensor whose bytes are one piece of a file becomes an array over a private map of the file. Writes to the array stay
+in memory (copy on write). Every array keeps the map alive.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _log = logging.getLogger("tensorcask")
 def parts_of(snapshot: _native.Snapshot, name: str) -> list[StoredPart]:
     """Returns the parts of a tensor. Reads no tensor."""
     rows = _native.stored_tensors(snapshot, [name]).parts(0)
-    return [StoredPart(tuple(offset), tuple(shape), *others) for offset, shape, *others in rows]
+    return [StoredPart(tuple(row[0]), tuple(row[1]), *row[2:]) for row in rows]
 
 
 def places(
     snapshot: _native.Snapshot, tensors: Mapping[str, TensorInfo], framework_of: Callable[[str], str]
 ) -> dict[str, _frameworks.Place]:
-    """Returns a place for each tensor, in their order: without memory for a mapped tensor, with memory to read into for others."""
+    """Returns a place for each tensor, in their order: without memory if it is mapped, with memory to read into if not."""
     arrays = _arrays(snapshot, {name: (framework_of(name), info) for name, info in tensors.items()})
     return {
         name: _frameworks.Place(None, partial(arrays.__getitem__, name))

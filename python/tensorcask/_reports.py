@@ -39,9 +39,10 @@ class TensorInfo:
 class StoredPart:
     """Consecutive elements of one shard of a tensor, as listed by :meth:`Snapshot.parts`.
 
-    ``offset`` and ``shape`` are the shard in the tensor. ``start`` and ``stop`` count elements of the shard in row-major
-    order. ``size`` is in bytes. If a file of the store holds exactly these bytes, ``path`` is the file and ``first_byte``
-    the position in the file, and ``reason`` is None. Otherwise a read copies the bytes, and ``reason`` says why.
+    ``offset`` and ``shape`` are the shard in the tensor. ``start`` and ``stop`` count elements of the shard in
+    row-major order. ``size`` is in bytes. If a file of the store holds exactly these bytes, ``path`` is the file,
+    ``first_byte`` the position in the file, and ``reason`` is None. Otherwise a read copies the bytes, and ``reason``
+    says why.
     """
 
     offset: tuple[int, ...]

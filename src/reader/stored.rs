@@ -58,7 +58,8 @@ pub enum PartPlace {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Position of the first byte in the file: a multiple of the element size, and at the beginning of a shard of 64.
+        /// Position of the first byte in the file: a multiple of the element size. At the beginning of a shard, a multiple
+        /// of 64.
         first_byte: u64,
     },
     /// The log entry that holds the snapshot has these bytes. The reader has them in memory already, at any alignment.
@@ -94,7 +95,8 @@ impl StoredTensor {
     ///
     /// ```
     /// use tensorcask::codec::CodecRules;
-    /// use tensorcask::{CopyReason, Dtype, Latest, Metadata, PartPlace, StoreOptions, StoredTensor, TensorView, WriterOptions};
+    /// use tensorcask::{CopyReason, Dtype, Latest, Metadata, PartPlace, StoreOptions, StoredTensor};
+    /// use tensorcask::{TensorView, WriterOptions};
     ///
     /// # tokio::runtime::Runtime::new().unwrap().block_on(async {
     /// # let folder = tempfile::tempdir().unwrap();
@@ -128,8 +130,8 @@ impl StoredTensor {
 }
 
 impl StoredPart {
-    /// Compares the bytes of parts, as mapped from their files, with the checksums of pages and chunks. Reads each byte and
-    /// copies none. Uses all threads.
+    /// Compares the bytes of parts, as mapped from their files, with the checksums of pages and chunks. Reads each byte
+    /// and copies none. Uses all threads.
     ///
     /// Parts that must be copied are not checked here, because reading them checks them.
     ///
@@ -268,8 +270,8 @@ impl<'c> Places<'c> {
         Ok(StoredPart { shard, elements, bytes, place, source, tensor, first_chunk: chunk, chunks })
     }
 
-    /// Returns the page of a chunk that is stored as it is. A raw chunk with other pages has a reason, too: reading it reports the
-    /// damage.
+    /// Returns the page of a chunk that is stored as it is. A raw chunk with other pages has a reason, too: reading it
+    /// reports the damage.
     fn raw_page(&self, step: Step, bytes: u64) -> std::result::Result<PageEntry, CopyReason> {
         let codec = match (step.entry.kind, step.entry.codec) {
             (ChunkKind::Absolute, Some(codec)) => codec,

@@ -51,7 +51,8 @@ impl Snapshot {
     /// # let folder = tempfile::tempdir().unwrap();
     /// # let url = folder.path().to_str().unwrap();
     /// let store = Store::with(StoreOptions { inline_bytes: 0, ..Default::default() }.open(url)?)?;
-    /// store.writer(Policy::Full)?.save(1, &[TensorView::new("w", Dtype::U8, &[3], &[7, 1, 9])?], &[], &Metadata::default())?;
+    /// let state = [TensorView::new("w", Dtype::U8, &[3], &[7, 1, 9])?];
+    /// store.writer(Policy::Full)?.save(1, &state, &[], &Metadata::default())?;
     ///
     /// let map = store.snapshot(Latest)?.view("w")?;
     /// assert!(matches!(map.parts[0].stored.place, PartPlace::File { .. }));
@@ -73,8 +74,8 @@ impl Snapshot {
 }
 
 impl TensorMap {
-    /// Returns all bytes of the tensor, if they are one after the other in memory: the tensor is empty or has one part. The
-    /// part may have been copied, see [`copied_bytes`](Self::copied_bytes).
+    /// Returns all bytes of the tensor, if they are one after the other in memory: the tensor is empty or has one part.
+    /// The part may have been copied, see [`copied_bytes`](Self::copied_bytes).
     pub fn contiguous(&self) -> Option<Bytes> {
         match self.parts.as_slice() {
             [] => Some(Bytes::new()),
