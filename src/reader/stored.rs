@@ -106,14 +106,14 @@ impl StoredTensor {
     /// let mut writer = store.writer_with(WriterOptions { codecs: raw, ..Default::default() }).await?;
     /// let state = [
     ///     TensorView::new("model.w", Dtype::U8, &[4, 2], &[1, 2, 3, 4, 5, 6, 7, 8])?,
-    ///     TensorView::new("zeros", Dtype::F32, &[100], &[0; 400])?,
+    ///     TensorView::new("exp_avg.w", Dtype::F32, &[100], &[0; 400])?,
     /// ];
     /// writer.save(1, &state, &[], &Metadata::default()).await?;
     ///
-    /// let stored = StoredTensor::list(&store.snapshot(Latest).await?, &["model.w", "zeros"]).await?;
+    /// let stored = StoredTensor::list(&store.snapshot(Latest).await?, &["model.w", "exp_avg.w"]).await?;
     /// assert!(matches!(stored[0].parts[0].place, PartPlace::File { first_byte: 64, .. }));
     /// assert_eq!(stored[1].parts[0].place, PartPlace::Copy(CopyReason::Codec("tc.constant".into())));
-    /// # tensorcask::Result::Ok(())
+    /// # Ok::<(), tensorcask::Error>(())
     /// # }).unwrap();
     /// ```
     pub async fn list(snapshot: &Snapshot, names: &[&str]) -> Result<Vec<Self>> {
