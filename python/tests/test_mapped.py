@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorcask
 import torch
+from tensorcask._options import writer_options
 
 SMALL = 64 << 10
 CHUNK = 1 << 18
@@ -179,6 +180,19 @@ def test_chunks_of_a_chain_say_where_they_are(url):
     if sys.platform == "linux":
         assert is_over_a_file(loaded["same"].ctypes.data)
         assert not is_over_a_file(loaded["w"].ctypes.data)
+
+
+def test_a_tensor_of_two_shards_is_read(url):
+    store = tensorcask.Store(url)
+    whole = torch.arange(8 * SMALL, dtype=torch.int32).reshape(8, SMALL)
+    shards = [("w", "i32", (8, SMALL), (row, 0), (4, SMALL), whole[row : row + 4].view(torch.uint8).reshape(-1).numpy()) for row in (0, 4)]
+    store.with_writer(writer_options("full", codecs=RAW), lambda writer: writer.save(1, shards, [], "{}", {}))
+    parts = store.snapshot().parts("w")
+    assert [(part.offset, part.shape, part.start, part.stop, part.reason) for part in parts] == [
+        ((0, 0), (4, SMALL), 0, 4 * SMALL, None),
+        ((4, 0), (4, SMALL), 0, 4 * SMALL, None),
+    ]
+    assert torch.equal(store.load(mmap=True, framework="torch")["w"], whole)
 
 
 def test_what_cannot_be_mapped_is_read(url, memory):

@@ -90,16 +90,22 @@ pub(crate) fn decode_recipe(
     let mut results = Vec::with_capacity(wanted.len());
     for (op, crc, owned) in wanted {
         let Some(value) = values.get_mut(op) else { return Err((op, Error::invalid("no such op"))) };
-        if value.as_ref().is_none_or(|value| crc32fast::hash(value.bytes()) != crc) {
-            let message = "decoded bytes do not have the checksum that they had when they were saved";
-            return Err((op, Error::corrupt(message).clause("chain 3.4")));
-        }
+        let made = value.as_ref().ok_or_else(|| Error::invalid("an op without a result"));
+        made.and_then(|made| check_decoded(made.bytes(), crc)).map_err(|e| (op, e))?;
         results.push(match value.take() {
             Some(Value::Owned(bytes)) if owned => Some(bytes),
             _ => None,
         });
     }
     Ok(results)
+}
+
+/// Compares the decoded bytes of a chunk with their CRC-32.
+pub(crate) fn check_decoded(bytes: &[u8], crc: u32) -> Result<()> {
+    if crc32fast::hash(bytes) == crc {
+        return Ok(());
+    }
+    Err(Error::corrupt("decoded bytes do not have the checksum that they had when they were saved").clause("chain 3.4"))
 }
 
 /// Returns the number of bytes of the chunk that an op produces.

@@ -12,7 +12,7 @@ mod walk;
 
 pub(crate) use content::content_digests;
 pub use decision::{DecisionReason, DeltaEstimate, PolicyDecision};
-pub(crate) use decode::{Aim, decode_recipe};
+pub(crate) use decode::{Aim, check_decoded, decode_recipe};
 pub(crate) use link::Link;
 pub use policy::Policy;
 pub(crate) use recipe::{Plans, Recipe, Rows};

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::execute::{ChunkItem, PageFetch};
 use super::open_chain::OpenChain;
 use super::{Pages, Snapshot};
-use crate::chain::{ChunkPlan, ShardPlan, Step};
+use crate::chain::{ChunkPlan, ShardPlan, Step, check_decoded};
 use crate::codec::Columns;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
@@ -235,13 +235,7 @@ impl Update<'_> {
             crate::codec::decode(codec.as_ref(), &input, &mut out).map_err(locate)?;
             *held = out;
         }
-        if crc32fast::hash(held) == work.crc {
-            return Ok(());
-        }
-        Err(Error::corrupt("decoded bytes do not have the checksum that they had when they were saved")
-            .tensor(&plan.name)
-            .chunk(work.chunk)
-            .clause("chain 3.4"))
+        check_decoded(held, work.crc).map_err(|e| e.tensor(&plan.name).chunk(work.chunk))
     }
 }
 

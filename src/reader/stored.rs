@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::execute::slice_of;
 use super::open_chain::OpenChain;
 use super::{CaskSource, Snapshot};
-use crate::chain::{Rows, ShardPlan, Step};
+use crate::chain::{Rows, ShardPlan, Step, check_decoded};
 use crate::codec::{ChunkKind, Raw};
 use crate::container::PageEntry;
 use crate::limits::to_usize;
@@ -192,11 +192,7 @@ impl StoredPart {
 impl RawChunk {
     fn check(&self, bytes: &[u8]) -> Result<()> {
         self.page.check(bytes)?;
-        if crc32fast::hash(bytes) != self.crc {
-            let message = "decoded bytes do not have the checksum that they had when they were saved";
-            return Err(Error::corrupt(message).clause("chain 3.4"));
-        }
-        Ok(())
+        check_decoded(bytes, self.crc)
     }
 }
 
