@@ -6,12 +6,13 @@ use std::time::Instant;
 use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
 
 use crate::arena::Arena;
-use crate::copy_plan::{CopyPlan, Deferred};
+use crate::copy_plan::{CopyPlan, Deferred, shards_of};
 use crate::files::remove_file;
 use crate::folders::RankFolder;
 use crate::options::{BackPressure, EngineOptions};
 use crate::population::Population;
 use crate::protocol::AttachMode;
+use crate::row_journal::RowJournal;
 use crate::saving::{Attempts, PendingCopy, SavedState};
 use crate::session::{Pause, Session};
 use crate::slot::{Claimable, choose_slot};
@@ -37,6 +38,8 @@ pub(crate) struct ArenaWriter {
     /// Newest generation of this rank. A new arena continues the count.
     generation: u64,
     attempts: Attempts,
+    /// Changed rows of the saves that the agent has not encoded.
+    rows: RowJournal,
     slots: u32,
     world: u32,
     back_pressure: BackPressure,
@@ -48,7 +51,8 @@ impl ArenaWriter {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
         let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start the copy threads: {e}")))?;
         let (slots, world, back_pressure) = (options.slots, options.world, options.back_pressure);
-        Ok(Self { folder, population: None, arena: None, generation: 0, attempts: Attempts::default(), slots, world, back_pressure, pool })
+        let (attempts, rows) = (Attempts::default(), RowJournal::default());
+        Ok(Self { folder, population: None, arena: None, generation: 0, attempts, rows, slots, world, back_pressure, pool })
     }
 
     /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy; removes an arena that cannot be
@@ -158,12 +162,16 @@ impl ArenaWriter {
     fn copy_once(&mut self, session: &mut Session, state: &StateView<'_>) -> Result<Option<PendingCopy>> {
         let mut has_grown = false;
         loop {
-            let plan = CopyPlan::new(state.step, state.tensors, state.deferred, state.blobs, state.metadata)?;
-            let fits = self.arena.as_ref().is_some_and(|arena| arena.file().fits(plan.data_bytes));
-            if !fits && !self.replace_arena(session, plan.slot_bytes())? {
+            // Rows count from the newest encoded save, so they are named once there is a slot.
+            let has_slot = self.arena.is_none() || self.wait_for_slot(session)?;
+            let encoded = self.encoded(session)?;
+            let claims = self.rows.claims(shards_of(state.tensors, state.deferred), encoded);
+            if !has_slot {
                 return Ok(None);
             }
-            if !self.wait_for_slot(session)? {
+            let plan = CopyPlan::new(state.step, state.tensors, state.deferred, state.blobs, state.metadata)?.name_rows(&claims)?;
+            let fits = self.arena.as_ref().is_some_and(|arena| arena.file().fits(plan.data_bytes));
+            if !fits && !self.replace_arena(session, plan.slot_bytes())? {
                 return Ok(None);
             }
             let Some(arena) = &self.arena else { return Err(Error::invalid("no arena")) };
@@ -191,10 +199,18 @@ impl ArenaWriter {
         }
     }
 
+    /// Newest generation of this rank that the agent is known to have encoded.
+    fn encoded(&self, session: &Session) -> Result<u64> {
+        let in_arena = self.arena.as_ref().map_or(Ok(0), |arena| arena.encoded())?;
+        Ok(in_arena.max(session.progress().encoded))
+    }
+
     /// Publishes a copied state.
-    pub(crate) fn publish(&self, step: u64, copy: PendingCopy) -> Result<SavedState> {
+    pub(crate) fn publish(&mut self, step: u64, copy: PendingCopy) -> Result<SavedState> {
         let (begun, dropped_step) = (Instant::now(), copy.slot.dropped_step());
-        let generation = self.pool.install(|| copy.slot.publish(step, self.world))?;
+        let (slot, world) = (copy.slot, self.world);
+        let generation = self.pool.install(|| slot.publish(step, world))?;
+        self.rows.on_saved(generation);
         Ok(SavedState { generation, time: copy.time + begun.elapsed(), bytes: copy.bytes, dropped_step })
     }
 

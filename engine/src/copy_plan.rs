@@ -9,8 +9,9 @@ use rayon::prelude::*;
 use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result, RoleAndParam, TensorView, infer_role};
 
 use crate::clock::now_ms;
-use crate::image::{EXTENT_BYTES, Image, ImageBlob, ImageTensor, Piece};
+use crate::image::{EXTENT_BYTES, Image, ImageBlob, ImageRows, ImageTensor, Piece};
 use crate::memory::CACHE_LINE_BYTES;
+use crate::row_journal::{RowClaim, ShardOfState};
 
 /// A tensor, or a shard of one, that a device copies later into the buffer from
 /// [`Engine::begin_save`](crate::Engine::begin_save).
@@ -22,6 +23,8 @@ pub struct Deferred {
     rect: Rect,
     bytes: usize,
     same_as: Option<usize>,
+    changed_rows: Option<Vec<u64>>,
+    has_row_hashes: bool,
 }
 
 impl Deferred {
@@ -31,7 +34,7 @@ impl Deferred {
         let (name, shape) = (name.into(), shape.to_vec());
         let bytes = rect.element_count().and_then(|count| dtype.byte_count(count)).and_then(|bytes| usize::try_from(bytes).ok());
         match bytes.filter(|_| rect.fits(&shape)) {
-            Some(bytes) => Ok(Self { name, dtype, shape, rect, bytes, same_as: None }),
+            Some(bytes) => Ok(Self { name, dtype, shape, rect, bytes, same_as: None, changed_rows: None, has_row_hashes: false }),
             None => {
                 let message =
                     format!("the part with offset {:?} and shape {:?} does not fit into shape {shape:?}", rect.offset, rect.shape);
@@ -46,6 +49,58 @@ impl Deferred {
     pub fn tied_to(self, other: usize) -> Self {
         Self { same_as: Some(other), ..self }
     }
+
+    /// Sets the rows that may have changed since the save before, like
+    /// [`TensorView::with_changed_rows`]: indices in the first dimension of the whole tensor.
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, Rect};
+    /// use tensorcask_engine::Deferred;
+    /// let table = Deferred::new("wte.weight", Dtype::F32, &[3, 2], Rect::whole(&[3, 2]))?;
+    /// assert!(table.clone().with_changed_rows(&[2, 0]).is_ok());
+    /// assert!(table.with_changed_rows(&[3]).is_err());
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn with_changed_rows(self, rows: &[u64]) -> Result<Self> {
+        let (Some(count), Some(first), Some(own)) = (self.shape.first(), self.rect.offset.first(), self.rect.shape.first()) else {
+            return Err(Error::invalid("changed rows of a tensor without dimensions").tensor(self.name));
+        };
+        if let Some(row) = rows.iter().find(|row| *row >= count) {
+            return Err(Error::invalid(format!("changed row {row} of a tensor of {count} rows")).tensor(self.name));
+        }
+        let own_rows = rows.iter().filter_map(|row| row.checked_sub(*first)).filter(|row| row < own).collect();
+        Ok(Self { changed_rows: Some(own_rows), ..self })
+    }
+
+    /// Announces that later saves name changed rows, like [`TensorView::with_row_hashes`].
+    #[must_use]
+    pub fn with_row_hashes(self) -> Self {
+        Self { has_row_hashes: true, ..self }
+    }
+
+    /// Name of the tensor.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// The shards of a state, in the order of its description.
+pub(crate) fn shards_of<'a>(tensors: &'a [TensorView<'_>], deferred: &'a [Deferred]) -> impl Iterator<Item = ShardOfState<'a>> {
+    let present = tensors.iter().map(|view| ShardOfState {
+        name: view.name(),
+        rect: view.rect(),
+        bytes: view.data().len(),
+        rows: view.changed_rows(),
+        names_rows: view.has_row_hashes(),
+    });
+    let later = deferred.iter().map(|tensor| ShardOfState {
+        name: &tensor.name,
+        rect: &tensor.rect,
+        bytes: tensor.bytes,
+        rows: tensor.changed_rows.as_deref(),
+        names_rows: tensor.has_row_hashes || tensor.changed_rows.is_some(),
+    });
+    present.chain(later)
 }
 
 /// A state that is about to be copied: its description, and the source of each piece.
@@ -82,6 +137,7 @@ impl<'a> CopyPlan<'a> {
                 role: view.role().to_owned(),
                 param: view.param().to_owned(),
                 piece,
+                rows: None,
             });
         }
         plan.add_deferred(deferred)?;
@@ -94,7 +150,7 @@ impl<'a> CopyPlan<'a> {
 
     fn add_deferred(&mut self, deferred: &[Deferred]) -> Result<()> {
         let mut pieces = Vec::with_capacity(deferred.len());
-        for Deferred { name, dtype, shape, rect, bytes, same_as } in deferred {
+        for Deferred { name, dtype, shape, rect, bytes, same_as, .. } in deferred {
             let piece = match same_as {
                 None => self.add_piece(*bytes, None)?,
                 Some(other) => {
@@ -106,9 +162,26 @@ impl<'a> CopyPlan<'a> {
             let RoleAndParam { role, param, .. } = infer_role(name);
             let (offset, extent) = (rect.offset.clone(), rect.shape.clone());
             let (name, dtype, shape) = (name.clone(), dtype.name().to_owned(), shape.clone());
-            self.image.tensors.push(ImageTensor { name, dtype, shape, offset, extent, role, param, piece });
+            self.image.tensors.push(ImageTensor { name, dtype, shape, offset, extent, role, param, piece, rows: None });
         }
         Ok(())
+    }
+
+    /// Adds the changed rows of the shards, in the order of [`shards_of`].
+    pub(crate) fn name_rows(mut self, claims: &'a [RowClaim]) -> Result<Self> {
+        for (number, claim) in claims.iter().enumerate() {
+            let rows = match claim {
+                RowClaim::Silent => continue,
+                RowClaim::Later => ImageRows { since: 0, piece: None },
+                RowClaim::Since { save, rows } => {
+                    ImageRows { since: *save, piece: Some(self.add_piece(rows.bytes().len(), Some(rows.bytes()))?) }
+                }
+            };
+            if let Some(tensor) = self.image.tensors.get_mut(number) {
+                tensor.rows = Some(rows);
+            }
+        }
+        Ok(self)
     }
 
     /// Returns the piece for these bytes. Tensors that share memory share a piece, which is copied once.
@@ -135,12 +208,17 @@ impl<'a> CopyPlan<'a> {
         self.image.pieces.get(piece).map(|piece| piece.bytes)
     }
 
-    /// Slot size for states like this one. Leaves room for metadata that grows.
+    /// Slot size for states like this one. Leaves room for metadata that grows, and for changed rows of tables.
     pub(crate) fn slot_bytes(&self) -> usize {
+        let tables = self.image.tensors.iter().filter(|tensor| tensor.extent.len() > 1 || tensor.rows.is_some());
+        let rows = tables.map(|table| {
+            let rows = table.extent.first().and_then(|rows| usize::try_from(*rows).ok()).unwrap_or(0);
+            rows.min(self.piece_bytes(table.piece).unwrap_or(0)) / 8 + 2 * CACHE_LINE_BYTES
+        });
         let tensors = self.image.tensors.iter().map(|tensor| 200 + 2 * tensor.name.len() + 64 * tensor.shape.len()).sum::<usize>();
         let user = serde_json::to_vec(&(&self.image.user, &self.image.file)).map_or(0, |json| json.len());
         let crcs = 12 * (self.data_bytes / EXTENT_BYTES + self.image.pieces.len());
-        self.data_bytes + tensors + 100 * self.image.blobs.len() + crcs + 2 * user + (64 << 10)
+        self.data_bytes + tensors + rows.sum::<usize>() + 100 * self.image.blobs.len() + crcs + 2 * user + (64 << 10)
     }
 
     /// Copies all present tensors through `write` (offset in the slot, bytes) in parallel, computing checksums on the

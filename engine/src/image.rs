@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result, TensorView};
 
+use crate::row_set::with_rows;
+
 /// Description of a state in a slot.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,6 +45,19 @@ pub(crate) struct ImageTensor {
     pub role: String,
     pub param: String,
     pub piece: usize,
+    /// Changed rows, if this save or later ones name them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<ImageRows>,
+}
+
+/// Rows of a shard that may have changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ImageRows {
+    /// Save of this rank after which they changed.
+    pub since: u64,
+    /// Piece with a bit for each row of the shard; `None` if only later saves name rows.
+    pub piece: Option<usize>,
 }
 
 /// A blob.
@@ -81,7 +96,8 @@ impl<'a> StoredState<'a> {
     pub(crate) fn decode(json: &[u8], data: &'a [u8]) -> Result<Self> {
         let image: Image = serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("invalid description of a slot: {e}")))?;
         let fits = |piece: &Piece| piece.at.checked_add(piece.bytes).is_some_and(|end| end <= data.len());
-        let numbers = image.tensors.iter().map(|tensor| tensor.piece).chain(image.blobs.iter().map(|blob| blob.piece));
+        let rows = image.tensors.iter().filter_map(|tensor| tensor.rows?.piece);
+        let numbers = image.tensors.iter().map(|tensor| tensor.piece).chain(rows).chain(image.blobs.iter().map(|blob| blob.piece));
         if !image.pieces.iter().all(fits) || numbers.max().is_some_and(|piece| piece >= image.pieces.len()) {
             return Err(Error::corrupt("the description of a slot names bytes outside of the slot"));
         }
@@ -125,6 +141,18 @@ impl<'a> StoredState<'a> {
             Ok(view.with_role(tensor.role.as_str(), tensor.param.as_str()))
         };
         self.image.tensors.iter().map(view).collect()
+    }
+
+    /// The tensors, with the changed rows that count from a save which `is_trusted` accepts.
+    pub(crate) fn tensors_with_rows(&self, is_trusted: impl Fn(u64) -> bool) -> Result<Vec<TensorView<'a>>> {
+        let name_rows = |(view, tensor): (TensorView<'a>, &ImageTensor)| match tensor.rows {
+            None => Ok(view),
+            Some(rows) => match rows.piece.filter(|_| is_trusted(rows.since)) {
+                None => Ok(view.with_row_hashes()),
+                Some(piece) => with_rows(view, self.piece(piece)),
+            },
+        };
+        self.tensors()?.into_iter().zip(&self.image.tensors).map(name_rows).collect()
     }
 
     pub(crate) fn blobs(&self) -> Vec<Blob<'a>> {

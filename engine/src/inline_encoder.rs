@@ -2,16 +2,20 @@
 
 use std::time::Instant;
 
-use tensorcask::{ErrorKind, Result, SavedSnapshot, Store};
+use tensorcask::{ErrorKind, Result, SavedSnapshot, Store, TensorView};
 use tokio::runtime::Runtime;
 
 use crate::arena_writer::StateView;
+use crate::copy_plan::shards_of;
 use crate::folders::RunFolder;
 use crate::inline_generation::InlineGeneration;
 use crate::memory_stores::is_full;
 use crate::memory_tier::{MemoryTier, UploadState, Uploads};
 use crate::options::BackPressure;
 use crate::protocol::Progress;
+use crate::row_journal::{RowClaim, RowJournal};
+use crate::row_set::with_rows;
+use crate::row_trust::{RowTrust, SaveOfRank};
 use crate::run_spec::RunSpec;
 use crate::saving::SavedState;
 use crate::session::{Pause, Session};
@@ -23,12 +27,17 @@ pub(crate) struct InlineEncoder {
     keep: u32,
     cap: u64,
     back_pressure: BackPressure,
+    rows: RowJournal,
+    trust: RowTrust,
+    /// Newest generation that this process has encoded; 0 before the first.
+    encoded: u64,
 }
 
 impl InlineEncoder {
     pub(crate) async fn open(run: &RunFolder, tiers: &[Store], spec: &RunSpec, cap: u64, back_pressure: BackPressure) -> Result<Self> {
         let tier = MemoryTier::open(run, tiers, spec.writer_options()?, 1).await?;
-        Ok(Self { tier, keep: spec.keep, cap, back_pressure })
+        let (rows, trust) = (RowJournal::default(), RowTrust::default());
+        Ok(Self { tier, keep: spec.keep, cap, back_pressure, rows, trust, encoded: 0 })
     }
 
     /// Generation of the last snapshot in memory; 0 if there is none.
@@ -40,6 +49,8 @@ impl InlineEncoder {
     /// Encodes a state; `None` if the save is skipped.
     pub(crate) fn save(&mut self, runtime: &Runtime, session: &mut Session, state: &StateView<'_>) -> Result<Option<SavedState>> {
         let (mut pause, mut may_have_room, mut was_damaged) = (Pause::new(), true, false);
+        let tensors = self.tensors_with_rows(state)?;
+        let state = &StateView { tensors: &tensors, ..*state };
         let (saved, time) = loop {
             if may_have_room {
                 let begun = Instant::now();
@@ -73,7 +84,28 @@ impl InlineEncoder {
         };
         let bytes = state.tensors.iter().map(|tensor| tensor.data().len() as u64).sum();
         let generation = InlineGeneration { epoch: self.tier.epoch(), sequence: saved.sequence }.to_generation();
+        self.encoded = generation;
+        self.rows.on_saved(generation);
         Ok(Some(SavedState { generation, time, bytes, dropped_step: None }))
+    }
+
+    /// The tensors of a state, with the rows that changed since the last state that was encoded. Saves that were skipped had
+    /// rows, too.
+    fn tensors_with_rows<'a>(&mut self, state: &StateView<'a>) -> Result<Vec<TensorView<'a>>> {
+        let claims = self.rows.claims(shards_of(state.tensors, &[]), self.encoded);
+        let name_rows = |(view, claim): (&TensorView<'a>, &RowClaim)| {
+            let view = view.clone().without_changed_rows();
+            match claim {
+                RowClaim::Since { save, rows } if self.trust.accepts(0, self.next_save(), *save) => with_rows(view, rows.bytes()),
+                _ => Ok(view),
+            }
+        };
+        state.tensors.iter().zip(&claims).map(name_rows).collect()
+    }
+
+    /// The save that is under way. This process is a session of its own, and its generation is not known before.
+    fn next_save(&self) -> SaveOfRank {
+        SaveOfRank { session: 0, generation: u64::MAX }
     }
 
     /// Encodes a state, if there is room.
@@ -81,7 +113,10 @@ impl InlineEncoder {
         if !self.make_room(progress).await? {
             return Ok(None);
         }
-        self.tier.save(state.step, state.tensors, state.blobs, state.metadata).await.map(Some)
+        let encoded = self.tier.save(state.step, state.tensors, state.blobs, state.metadata).await?;
+        let generation = InlineGeneration { epoch: self.tier.epoch(), sequence: encoded.saved.sequence }.to_generation();
+        self.trust.on_encoded(&[SaveOfRank { generation, ..self.next_save() }], &encoded.left_out);
+        Ok(Some(encoded.saved))
     }
 
     async fn make_room(&mut self, progress: &Progress) -> Result<bool> {

@@ -31,7 +31,11 @@ mod slot;
 #[allow(unsafe_code, reason = "maps a file that several processes share, and copies past the cache")]
 mod memory;
 
+mod row_set;
+
 mod image;
+
+mod row_journal;
 
 mod copy_plan;
 mod damaged_copies;
@@ -60,6 +64,8 @@ mod known_tiers;
 mod tier_query;
 
 mod memory_stores;
+
+mod row_trust;
 
 mod memory_tier;
 

@@ -19,6 +19,7 @@ use crate::files::remove_folder;
 use crate::folders::RunFolder;
 use crate::image::StoredState;
 use crate::memory_stores::{chain_of, memory_bytes, open_epoch, remove_all_epochs};
+use crate::row_trust::{LeftOut, without_rows};
 
 /// Part of memory that the next tier has, or can never get.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -48,6 +49,14 @@ pub(crate) struct MemoryTier {
     options: WriterOptions,
     /// No tier and no memory named the run id when this was opened, and nothing has been saved since.
     has_new_run_id: bool,
+}
+
+/// A snapshot in memory.
+#[derive(Debug)]
+pub(crate) struct EncodedSnapshot {
+    pub saved: SavedSnapshot,
+    /// Ranks that left out a changed row. They were encoded without rows.
+    pub left_out: LeftOut,
 }
 
 impl MemoryTier {
@@ -153,30 +162,50 @@ impl MemoryTier {
         self.writer.set_previous_save(previous);
     }
 
-    /// Encodes a complete state of one process.
+    /// Encodes a complete state of one process. If its changed rows leave one out, all rows are compared.
     pub(crate) async fn save(
         &mut self,
         step: u64,
         tensors: &[TensorView<'_>],
         blobs: &[Blob<'_>],
         metadata: &Metadata,
-    ) -> Result<SavedSnapshot> {
+    ) -> Result<EncodedSnapshot> {
         self.has_new_run_id = false;
-        self.writer.save(step, tensors, blobs, metadata).await
+        let error = match self.writer.save(step, tensors, blobs, metadata).await {
+            Ok(saved) => return Ok(EncodedSnapshot { saved, left_out: LeftOut::new() }),
+            Err(error) => error,
+        };
+        let Some(tensors) = without_rows(tensors, &error) else { return Err(error) };
+        let saved = self.writer.save(step, &tensors, blobs, metadata).await?;
+        Ok(EncodedSnapshot { saved, left_out: LeftOut::from([(0, error)]) })
     }
 
-    /// Encodes the states of all ranks, in rank order, and commits them as one snapshot. Stores replicated tensors
-    /// once.
-    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<SavedSnapshot> {
+    /// Encodes the states of all ranks, with their tensors, in rank order, and commits them as one snapshot. Stores replicated
+    /// tensors once. Compares all rows of a rank whose changed rows leave one out.
+    pub(crate) async fn save_ranks(
+        &mut self,
+        step: u64,
+        states: &[StoredState<'_>],
+        tensors: Vec<Vec<TensorView<'_>>>,
+    ) -> Result<EncodedSnapshot> {
         self.has_new_run_id = false;
         let parent = self.writer.next_parent(step).await?;
-        let mut receipts = Vec::with_capacity(states.len());
-        let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-        for ((writer, state), own) in self.ranks.iter_mut().zip(states).zip(without_replicas(0, tensors)?) {
-            receipts.push(writer.save_on(step, parent, &own, &state.blobs()).await?);
+        let (mut receipts, mut left_out) = (Vec::with_capacity(states.len()), LeftOut::new());
+        for (rank, ((writer, state), own)) in self.ranks.iter_mut().zip(states).zip(without_replicas(0, tensors)?).enumerate() {
+            let blobs = state.blobs();
+            receipts.push(match writer.save_on(step, parent, &own, &blobs).await {
+                Ok(receipt) => receipt,
+                Err(error) => {
+                    let Some(own) = without_rows(&own, &error) else { return Err(error) };
+                    let receipt = writer.save_on(step, parent, &own, &blobs).await?;
+                    left_out.insert(rank, error);
+                    receipt
+                }
+            });
         }
         let metadata = states.first().map(StoredState::metadata).unwrap_or_default();
-        self.writer.commit_receipts(step, &receipts, &metadata).await
+        let saved = self.writer.commit_receipts(step, &receipts, &metadata).await?;
+        Ok(EncodedSnapshot { saved, left_out })
     }
 
     /// Live snapshots in commit order.
@@ -379,7 +408,7 @@ mod tests {
 
     async fn save(tier: &mut MemoryTier, step: u64) -> u64 {
         let state = [TensorView::new("w", Dtype::U8, &[3], &[1, 2, 3]).unwrap()];
-        tier.save(step, &state, &[], &Metadata::default()).await.unwrap().sequence
+        tier.save(step, &state, &[], &Metadata::default()).await.unwrap().saved.sequence
     }
 
     #[tokio::test]
@@ -423,7 +452,7 @@ mod tests {
             let bytes: Vec<u8> = weights.flat_map(f32::to_le_bytes).collect();
             let state = [TensorView::new("optim.master.w", Dtype::F32, &[64, 64], &bytes).unwrap()];
             let saved = tier.save(step.into(), &state, &[], &Metadata::default()).await.unwrap();
-            profiles.push(saved.precision.unwrap().profile);
+            profiles.push(saved.saved.precision.unwrap().profile);
         }
         use Profile::{Compact, Lossless, Near};
         assert_eq!(profiles, [Lossless, Lossless, Lossless, Near, Near, Near, Compact, Compact, Compact]);

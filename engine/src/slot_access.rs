@@ -166,6 +166,11 @@ impl<'a> TakenSlot<'a> {
         Ok(self.arena.file().field(self.slot, field::STEP)?.load(Ordering::Relaxed))
     }
 
+    /// Session of the save.
+    pub(crate) fn session(&self) -> Result<u64> {
+        Ok(self.arena.header(self.slot, self.word)?.session)
+    }
+
     pub(crate) fn state(&self) -> Result<StoredState<'_>> {
         self.arena.read(self.slot)
     }

@@ -136,6 +136,20 @@ impl<'a> TensorView<'a> {
         self.gradient
     }
 
+    /// Takes back the rows of [`with_changed_rows`](Self::with_changed_rows): all rows are compared. Row hashes stay asked for.
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, TensorView};
+    /// let data = [0u8; 24];
+    /// let view = TensorView::new("wte.weight", Dtype::F32, &[3, 2], &data)?.with_changed_rows(&[2])?.without_changed_rows();
+    /// assert!(view.changed_rows().is_none() && view.has_row_hashes());
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn without_changed_rows(mut self) -> Self {
+        self.has_row_hashes |= self.changed_rows.take().is_some();
+        self
+    }
+
     /// Whether the writer keeps a hash of each row if it keeps no base.
     pub fn has_row_hashes(&self) -> bool {
         self.has_row_hashes || self.changed_rows.is_some()

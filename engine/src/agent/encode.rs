@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::{AheadUploads, Error, ErrorKind, Latest, Result, SavedSnapshot};
+use tensorcask::{AheadUploads, Error, ErrorKind, Latest, Result, TensorView};
 use tracing::Instrument;
 use tracing::field::Empty;
 
@@ -18,15 +18,16 @@ use crate::folders::describe_free_space;
 use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::{is_full, remove_all_epochs};
-use crate::memory_tier::{MemoryTier, Uploads};
+use crate::memory_tier::{EncodedSnapshot, MemoryTier, Uploads};
+use crate::row_trust::{RowTrust, SaveOfRank};
 use crate::slot_access::TakenSlot;
 
 /// Encodes states until the agent ends.
 pub(super) async fn encode_loop(run: Arc<Run>) {
-    let mut memory = None;
+    let (mut memory, mut rows) = (None, RowTrust::default());
     let mut backoff = Backoff::new();
     loop {
-        match encode_all(&run, &mut memory).await {
+        match encode_all(&run, &mut memory, &mut rows).await {
             Ok(()) => {
                 backoff.reset();
                 run.wakes.encoder_woken().await;
@@ -41,7 +42,7 @@ pub(super) async fn encode_loop(run: Arc<Run>) {
     }
 }
 
-async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
+async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>, rows: &mut RowTrust) -> Result<()> {
     if let Some(latest) = run.read(|state, _| state.memory.outdated.clone()) {
         *memory = None;
         // A trainer that encodes inline has removed its memory already.
@@ -68,7 +69,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
     loop {
         let has_room = make_room(run, tier).await?;
         note_memory(run, tier).await?;
-        let turn = if has_room && !run.is_stopped() { encode_next(run, tier).await? } else { Turn::Idle };
+        let turn = if has_room && !run.is_stopped() { encode_next(run, tier, rows).await? } else { Turn::Idle };
         match turn {
             Turn::Done => {}
             Turn::Idle => {
@@ -147,7 +148,7 @@ enum Turn {
 }
 
 /// Encodes the next state, if there is one.
-async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
+async fn encode_next(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust) -> Result<Turn> {
     let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { return Ok(Turn::Idle) };
     let key = match next_work(run, &arenas)? {
         Selection::Wait => return Ok(Turn::Idle),
@@ -171,7 +172,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
     if run.is_outdated() {
         return Ok(Turn::Idle);
     }
-    encode_taken(run, memory, &arenas, taken).await
+    encode_taken(run, memory, rows, &arenas, taken).await
 }
 
 /// Drops a state that not all ranks have.
@@ -187,7 +188,13 @@ pub(super) fn drop_incomplete(run: &Run, arenas: &[Arc<Arena>], StateOfRank { ra
 }
 
 /// Encodes taken slots, one per rank, as one snapshot.
-async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>], taken: Vec<TakenSlot<'_>>) -> Result<Turn> {
+async fn encode_taken(
+    run: &Run,
+    memory: &mut MemoryTier,
+    rows: &mut RowTrust,
+    arenas: &[Arc<Arena>],
+    taken: Vec<TakenSlot<'_>>,
+) -> Result<Turn> {
     let generations: Vec<u64> = taken.iter().map(TakenSlot::generation).collect();
     let Some(first) = taken.first() else { return Ok(Turn::Idle) };
     let (begun, step) = (Instant::now(), first.step()?);
@@ -200,12 +207,13 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>],
     memory.send_ahead(ahead.as_ref());
     memory.set_previous_save(run.read(|state, _| state.saves.last_committed()));
     let saved = match &states {
-        Ok(states) => encode(memory, states).instrument(span.clone()).await,
+        Ok(states) => encode(memory, states, rows, &saves_of(&taken)?).instrument(span.clone()).await,
         Err(error) => Err(Error::new(error.kind(), error.to_string())),
     };
     memory.send_ahead(None);
     let error = match saved {
-        Ok(saved) => {
+        Ok(EncodedSnapshot { saved, left_out }) => {
+            rows.on_encoded(&saves_of(&taken)?, &left_out);
             // Marked as encoded before any slot is released: a later agent then releases the slots instead of waiting
             // for all ranks.
             taken.iter().zip(arenas).try_for_each(|(taken, arena)| arena.raise_encoded(taken.generation()))?;
@@ -251,10 +259,23 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>],
     Ok(Turn::Done)
 }
 
-async fn encode(memory: &mut MemoryTier, states: &[StoredState<'_>]) -> Result<SavedSnapshot> {
-    match states {
-        [state] => memory.save(state.step(), &state.tensors()?, &state.blobs(), &state.metadata()).await,
-        several => memory.save_ranks(several.first().map_or(0, StoredState::step), several).await,
+/// The saves of taken slots.
+pub(super) fn saves_of(taken: &[TakenSlot<'_>]) -> Result<Vec<SaveOfRank>> {
+    taken.iter().map(|taken| Ok(SaveOfRank { session: taken.session()?, generation: taken.generation() })).collect()
+}
+
+/// The tensors of all ranks, with the changed rows that can be taken.
+pub(super) fn tensors_with_rows<'a>(states: &[StoredState<'a>], rows: &RowTrust, saves: &[SaveOfRank]) -> Result<Vec<Vec<TensorView<'a>>>> {
+    let of_rank =
+        |(rank, (state, save)): (usize, (&StoredState<'a>, &SaveOfRank))| state.tensors_with_rows(|since| rows.accepts(rank, *save, since));
+    states.iter().zip(saves).enumerate().map(of_rank).collect()
+}
+
+async fn encode(memory: &mut MemoryTier, states: &[StoredState<'_>], rows: &RowTrust, saves: &[SaveOfRank]) -> Result<EncodedSnapshot> {
+    let tensors = tensors_with_rows(states, rows, saves)?;
+    match (states, tensors.as_slice()) {
+        ([state], [tensors]) => memory.save(state.step(), tensors, &state.blobs(), &state.metadata()).await,
+        _ => memory.save_ranks(states.first().map_or(0, StoredState::step), states, tensors).await,
     }
 }
 

@@ -10,7 +10,7 @@ use tensorcask::wire::{Id, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::encode::{drop_incomplete, is_final};
+use super::encode::{drop_incomplete, is_final, saves_of, tensors_with_rows};
 use super::encoder_queue::{next_work, remove_former_ranks};
 use super::first_host::FirstHost;
 use super::host_upload::{UploadWork, WaitingStep};
@@ -30,6 +30,7 @@ use crate::known_tiers::KnownTiers;
 use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
 use crate::memory_tier::without_replicas;
 use crate::peers::MOST_LISTED;
+use crate::row_trust::{LeftOut, RowTrust, SaveOfRank, without_rows};
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
@@ -45,6 +46,7 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>, store: Store, memory: 
         saves: 0,
         pruned: None,
         steps: BTreeSet::new(),
+        rows: RowTrust::default(),
     };
     let mut backoff = Backoff::new();
     loop {
@@ -83,6 +85,8 @@ struct HostEncoder {
     pruned: Option<SessionStep>,
     /// Steps of this agent in the mirror.
     steps: BTreeSet<SessionStep>,
+    /// Which changed rows are taken.
+    rows: RowTrust,
 }
 
 impl HostEncoder {
@@ -306,7 +310,7 @@ impl HostEncoder {
             ranks.clone().zip(&taken).map(|(rank, taken)| RankGeneration { rank, generation: taken.generation() }).collect();
         let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("the store was not opened for writing"))?;
         let saved = match states_of(&taken) {
-            Ok(states) => save(writer, at, parent, ranks.start, &states).await,
+            Ok(states) => save(writer, at, parent, ranks.start, &states, &self.rows, &saves_of(&taken)?).await,
             Err(error) => Err(error),
         };
         let (pruned, mut will_have_room) = (self.pruned, false);
@@ -317,7 +321,10 @@ impl HostEncoder {
             will_have_room = self.pending().await? > 0 || work.decided().is_some_and(|decided| Some(decided) != pruned);
         }
         let stored_bytes = match saved {
-            Ok(stored_bytes) => stored_bytes,
+            Ok((stored_bytes, left_out)) => {
+                self.rows.on_encoded(&saves_of(&taken)?, &left_out);
+                stored_bytes
+            }
             // No commit will make room.
             Err(error) if is_final(&error) || (is_full(&error) && !will_have_room) => {
                 work.apply(Event::Dropped(at));
@@ -413,18 +420,42 @@ fn states_of<'t>(taken: &'t [TakenSlot<'_>]) -> Result<Vec<StoredState<'t>>> {
     taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect()
 }
 
-/// Encodes the states of all ranks of this host; returns the size of their casks.
-async fn save(writer: &mut HostWriter, at: SessionStep, parent: Option<Id>, first: u32, states: &[StoredState<'_>]) -> Result<u64> {
-    let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-    let own = without_replicas(first, tensors)?;
+/// Encodes the states of all ranks of this host; returns the size of their casks. If changed rows leave one out, all rows of all
+/// these ranks are compared, and they are returned.
+async fn save(
+    writer: &mut HostWriter,
+    at: SessionStep,
+    parent: Option<Id>,
+    first: u32,
+    states: &[StoredState<'_>],
+    rows: &RowTrust,
+    saves: &[SaveOfRank],
+) -> Result<(u64, LeftOut)> {
+    let own = without_replicas(first, tensors_with_rows(states, rows, saves)?)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };
     let parts = (first..).zip(states).zip(own).map(|((rank, state), tensors)| RankState {
         tensors,
         blobs: state.blobs(),
         metadata: with_metadata(rank, state),
     });
-    let receipts = writer.save(at, parent, &parts.collect::<Vec<_>>()).await?;
-    Ok(receipts.iter().flat_map(|receipt| &receipt.casks).fold(0, |sum, cask| sum.saturating_add(cask.bytes)))
+    let (mut parts, mut left_out) = (parts.collect::<Vec<_>>(), LeftOut::new());
+    let receipts = match writer.save(at, parent, &parts).await {
+        Ok(receipts) => receipts,
+        Err(error) => {
+            for (rank, part) in parts.iter_mut().enumerate() {
+                if let Some(tensors) = without_rows(&part.tensors, &error) {
+                    part.tensors = tensors;
+                    left_out.insert(rank, Error::new(error.kind(), error.to_string()));
+                }
+            }
+            if left_out.is_empty() {
+                return Err(error);
+            }
+            writer.save(at, parent, &parts).await?
+        }
+    };
+    let stored_bytes = receipts.iter().flat_map(|receipt| &receipt.casks).fold(0u64, |sum, cask| sum.saturating_add(cask.bytes));
+    Ok((stored_bytes, left_out))
 }
 
 fn describe(error: &Error) -> String {
