@@ -18,4 +18,5 @@ mod next_agents;
 mod outages;
 mod preemption;
 mod ranks;
+mod rows;
 mod tiers;
