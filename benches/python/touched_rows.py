@@ -1,6 +1,6 @@
 """Measures saves of a recommender with and without `tensorcask.torch.TouchedRows`, which records the rows that change.
 
-    python benches/python/touched_rows.py [FOLDER] [--items 1048576] [--interval 10] [--saves 7] [--policy consecutive]
+    python benches/python/touched_rows.py [FOLDER] [--items 1048576] [--interval 10] [--saves 7] [--policy consecutive] [--engine]
 
 One training of `Recommender` (`benches/data/models.py`): SparseAdam on the table, SGD with momentum on the rest, items drawn
 by Zipf's law. At each save, the same state goes to four stores, which take turns in going first. Bytes, CPU-seconds (user and
@@ -9,12 +9,18 @@ compared at the end.
 
 Then the cost of the hook for each step of training, with sparse gradients (SparseAdam) and dense ones (Adagrad). Blocks of
 steps with and without the hook alternate.
+
+`--engine` measures saves through the engine instead. The same training runs once for each case, with an agent of its own. The
+CPU-seconds are those of the agent (user and system, all threads), from the save until its snapshot is durable. The memory is
+what the agent has for itself after the last save, without shared memory (`RssAnon`): its base, or the hashes of rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import shutil
 import statistics
 import sys
 import tempfile
@@ -26,6 +32,7 @@ from typing import Any
 
 import tensorcask
 import torch
+from tensorcask.engine import agent_status, stop_agent
 from tensorcask.torch import TouchedRows
 from torch.nn import functional as F
 
@@ -35,6 +42,8 @@ from models import Recommender
 BATCH, HISTORY, CANDIDATES = 512, 8, 16
 # Name, base_cache, and whether rows are recorded.
 CASES = [("compared", "memory", False), ("recorded", "memory", True), ("compared", "none", False), ("recorded", "none", True)]
+# Name, keep_base_decoded, and whether rows are recorded.
+ENGINE_CASES = [("compared", True, False), ("recorded", True, True), ("compared", False, False), ("recorded", False, True)]
 
 
 class Training:
@@ -126,6 +135,56 @@ def measure_saves(folder: Path, args: argparse.Namespace) -> Iterator[str]:
         yield f"| {name} | `{base_cache}` | {kib} | {times[0]} | {times[1]} | {kept / 2**20:.0f} |"
 
 
+def cpu_seconds(pid: int) -> float:
+    """Returns the time that all threads of a process have used, user and system."""
+    # The name of the program, in parentheses, may contain spaces.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def private_mib(pid: int) -> float:
+    """Returns the memory that a process has for itself, without shared memory."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
+
+
+def measure_engine_case(url: Path, args: argparse.Namespace, keeps_base: bool, is_recorded: bool) -> tuple[list[float], list[float], float]:
+    """Returns the KiB and the CPU-seconds of the agent for each delta, and the agent's own memory in MiB."""
+    training, memory = Training(args.items, True), tempfile.mkdtemp(dir="/dev/shm")
+    kib, seconds = [], []
+    try:
+        options: dict[str, Any] = {"policy": args.policy, "keep_base_decoded": keeps_base, "folder": memory}
+        with TouchedRows(training.model, training.table) as touched, tensorcask.Engine(url, **options) as engine:
+            pid = int(Path(memory, "agent.lock").read_text())
+            for number in range(args.saves + 1):
+                for step in range(args.interval):
+                    training.step(number * args.interval + step)
+                before = cpu_seconds(pid)
+                engine.save(training.state(), step=number, changed_rows=touched if is_recorded else None)
+                if not engine.wait("durable", 600).reached:
+                    raise SystemExit(f"step {number} is not durable: {agent_status(memory)}")
+                used_seconds = cpu_seconds(pid) - before
+                (save,) = [save for save in agent_status(memory)["runs"][0]["saves"] if save["step"] == number]
+                if save["kind"] == "delta":
+                    kib.append(save["bytes_out"] / 1024)
+                    seconds.append(used_seconds)
+            own_mib = private_mib(pid)
+        compare(tensorcask.load(url), training.state())
+    finally:
+        stop_agent(memory)
+        shutil.rmtree(memory, ignore_errors=True)
+    return kib, seconds, own_mib
+
+
+def measure_engine(folder: Path, args: argparse.Namespace) -> Iterator[str]:
+    """Yields the lines of the table of saves through the engine."""
+    yield "| rows | `keep_base_decoded` | delta, KiB | CPU-seconds of the agent | agent's own memory, MiB |"
+    yield "|---|---|---:|---:|---:|"
+    for name, keeps_base, is_recorded in ENGINE_CASES:
+        kib, seconds, own_mib = measure_engine_case(folder / f"engine-{name}-{keeps_base}", args, keeps_base, is_recorded)
+        yield f"| {name} | {keeps_base} | {spread(kib, 0)} | {spread(seconds, 2)} | {own_mib:.0f} |"
+
+
 def measure_steps(args: argparse.Namespace) -> Iterator[str]:
     """Yields the lines of the table of training steps."""
     yield "| gradient | step without the hook, CPU-ms | with the hook, CPU-ms |"
@@ -150,12 +209,17 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=10, help="steps between two saves")
     parser.add_argument("--saves", type=int, default=7, help="deltas to save")
     parser.add_argument("--policy", default="consecutive", help="policy of the saves")
+    parser.add_argument("--engine", action="store_true", help="measure saves through the engine instead")
     parser.add_argument("--blocks", type=int, default=9, help="blocks of training steps, with and without the hook")
     parser.add_argument("--block", type=int, default=10, help="steps of a block")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, tensorcask {tensorcask.__version__}, policy {args.policy}, a save every {args.interval} steps\n")
     with tempfile.TemporaryDirectory() if args.folder is None else nullcontext(args.folder) as folder:
-        print("\n".join(measure_saves(Path(folder), args)), end="\n\n", flush=True)
+        for line in (measure_engine if args.engine else measure_saves)(Path(folder), args):
+            print(line, flush=True)
+    if args.engine:
+        return
+    print()
     print("\n".join(measure_steps(args)))
 
 

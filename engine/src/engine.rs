@@ -193,6 +193,22 @@ impl Engine {
     ///
     /// Fails with `Fenced` once another job has taken the store over. Fails with `Storage` if there is too little
     /// shared memory for the arena, and, with [`OnAgentLoss::Fail`](crate::OnAgentLoss::Fail), if the agent is gone.
+    ///
+    /// Tensors may name [changed rows](TensorView::with_changed_rows): those that changed since the call of `save` or
+    /// `begin_save` before, even if that save was skipped or failed. A row that is left out fails no save: the agent compares
+    /// all rows of this rank until the job starts again.
+    ///
+    /// ```no_run
+    /// # use tensorcask::{Dtype, Metadata, TensorView};
+    /// # use tensorcask_engine::{Engine, EngineOptions};
+    /// let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..EngineOptions::new("s3://bucket/run42") })?;
+    /// let table = vec![0u8; 1000 * 64 * 4];
+    /// for (step, rows) in [(1, vec![]), (2, vec![7, 700])] {
+    ///     let view = TensorView::new("model.table", Dtype::F32, &[1000, 64], &table)?;
+    ///     engine.save(step, &[view.with_changed_rows(&rows)?], &[], &Metadata::default())?;
+    /// }
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
         let span = save_span(&self.session.spec.run, step);
         let _entered = span.enter();

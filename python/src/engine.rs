@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
-use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
+use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector, TensorView};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
     Until, agent_status, agree, run_agent, stop_agent,
@@ -21,7 +21,7 @@ use tensorcask_engine::{
 
 use crate::errors::raise;
 use crate::room::{Memory, Room, rooms_of};
-use crate::writer::{Lent, NamedBytes, Shard, metadata_of, poisoned};
+use crate::writer::{ChangedRows, Lent, NamedBytes, Shard, metadata_of, name_changed_rows, poisoned};
 
 /// Interval between checks for signals.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -96,7 +96,9 @@ impl Engine {
         Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised, asking })
     }
 
-    /// Copies a state into shared memory. Returns a summary of the save.
+    /// Copies a state into shared memory. Returns a summary of the save. `changed_rows` lists, for some tensors, the rows that
+    /// may have changed since the save before; None if only later saves will name them.
+    #[pyo3(signature = (step, rank, tensors, blobs, user, metadata, changed_rows=BTreeMap::new()))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save<'py>(
         &self,
@@ -107,20 +109,23 @@ impl Engine {
         blobs: Vec<NamedBytes<'_>>,
         user: &str,
         metadata: BTreeMap<String, String>,
+        changed_rows: ChangedRows,
     ) -> PyResult<Bound<'py, PyDict>> {
         let lent = Lent::new(py, tensors, blobs)?;
         let metadata = metadata_of(user, metadata)?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
         let saved = py.detach(|| {
-            let (views, blobs) = lent.views(rank)?;
+            let (mut views, blobs) = lent.views(rank)?;
+            name_changed_rows(&mut views, &changed_rows)?;
             engine.save(step, &views, &blobs, &metadata)
         });
         facts_of(py, &saved.map_err(|error| self.told(&error))?)
     }
 
     /// Begins a save whose tensors `deferred` are written later. Each row has name, dtype, global shape, first index,
-    /// extent, and the position in this list of another row with the same bytes.
+    /// extent, and the position in this list of another row with the same bytes. `changed_rows` as in `save`.
+    #[pyo3(signature = (step, rank, tensors, blobs, user, metadata, deferred, changed_rows=BTreeMap::new()))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn begin_save(
         &self,
@@ -132,6 +137,7 @@ impl Engine {
         user: &str,
         metadata: BTreeMap<String, String>,
         deferred: Vec<DeferredRow>,
+        changed_rows: ChangedRows,
     ) -> PyResult<Saving> {
         let lent = Lent::new(py, tensors, blobs)?;
         let metadata = metadata_of(user, metadata)?;
@@ -143,11 +149,12 @@ impl Engine {
                 Some(other) => deferred.tied_to(other),
             })
         };
-        let deferred: Vec<Deferred> = deferred.into_iter().map(row).collect::<tensorcask::Result<_>>().map_err(|e| raise(&e))?;
+        let mut deferred: Vec<Deferred> = deferred.into_iter().map(row).collect::<tensorcask::Result<_>>().map_err(|e| raise(&e))?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
         let begun = py.detach(|| {
-            let (views, blobs) = lent.views(rank)?;
+            let (mut views, blobs) = lent.views(rank)?;
+            name_all_changed_rows(&mut views, &mut deferred, changed_rows)?;
             engine.begin_save(step, &views, &deferred, &blobs, &metadata)
         });
         Ok(Saving { inner: Mutex::new(Some(begun.map_err(|error| self.told(&error))?)) })
@@ -328,6 +335,19 @@ impl Drop for Engine {
             std::mem::forget(engine);
         }
     }
+}
+
+/// Names the changed rows of tensors that are there, and of tensors that are written later.
+fn name_all_changed_rows(views: &mut [TensorView<'_>], deferred: &mut [Deferred], changed_rows: ChangedRows) -> tensorcask::Result<()> {
+    let is_deferred = |name: &str| deferred.iter().any(|tensor| tensor.name() == name);
+    let (later, present): (ChangedRows, ChangedRows) = changed_rows.into_iter().partition(|(name, _)| is_deferred(name));
+    for tensor in deferred {
+        if let Some(rows) = later.get(tensor.name()) {
+            let named = tensor.clone().with_row_hashes();
+            *tensor = rows.as_ref().map_or(Ok(named.clone()), |rows| named.with_changed_rows(rows))?;
+        }
+    }
+    name_changed_rows(views, &present)
 }
 
 /// Returns the summary of a save as a dict.

@@ -71,6 +71,8 @@ pub(crate) struct Saved {
 pub(crate) type Shard<'py> = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 /// Name and bytes.
 pub(crate) type NamedBytes<'py> = (String, Bound<'py, PyAny>);
+/// Rows that may have changed, by tensor; `None`: they are not known, but later saves will name them.
+pub(crate) type ChangedRows = BTreeMap<String, Option<Vec<u64>>>;
 
 impl Writer {
     pub(crate) fn new(store: blocking::Store, inner: tensorcask::Writer) -> Self {
@@ -100,7 +102,7 @@ impl Writer {
         blobs: Vec<NamedBytes<'_>>,
         user: &str,
         metadata: BTreeMap<String, String>,
-        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
+        changed_rows: ChangedRows,
         overwrite: bool,
         gradients: Vec<Gradient<'_>>,
     ) -> PyResult<Saved> {
@@ -194,7 +196,7 @@ impl RankWriter {
         parent: Option<&str>,
         tensors: Vec<Shard<'_>>,
         blobs: Vec<NamedBytes<'_>>,
-        changed_rows: BTreeMap<String, Option<Vec<u64>>>,
+        changed_rows: ChangedRows,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let lent = Lent::new(py, tensors, blobs)?;
         let parent = parent.map(Id::from_hex).transpose().map_err(|e| raise(&e))?;
@@ -209,8 +211,8 @@ impl RankWriter {
     }
 }
 
-/// Names the changed rows of tensors, and of all shards of them. `None`: they are not known, but later saves will name them.
-fn name_changed_rows(views: &mut [TensorView<'_>], changed_rows: &BTreeMap<String, Option<Vec<u64>>>) -> Result<()> {
+/// Names the changed rows of tensors, and of all shards of them.
+pub(crate) fn name_changed_rows(views: &mut [TensorView<'_>], changed_rows: &ChangedRows) -> Result<()> {
     for (name, rows) in changed_rows {
         let mut found = false;
         for view in views.iter_mut().filter(|view| view.name() == name) {

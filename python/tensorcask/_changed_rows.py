@@ -62,6 +62,16 @@ def save_with_rows(
     return save_claimed(given, given.claim(writer, tensors()), save)
 
 
+def rows_of_save(
+    given: Mapping[str, Sequence[int]] | RowSource | None, writer: Hashable, tensors: Callable[[], Mapping[str, Any]]
+) -> tuple[Rows, Callable[[], None]]:
+    """Returns the rows for a save that does not fail if one is left out, and a function to call once it has succeeded."""
+    if not isinstance(given, RowSource):
+        return changed_row_lists(given), lambda: None
+    claim = given.claim(writer, tensors())
+    return claim.rows, lambda: given.confirm(claim)
+
+
 def save_claimed(
     source: RowSource, claim: Claim, save: Callable[[Rows], _T], names: Mapping[str, str] | None = None
 ) -> _T:

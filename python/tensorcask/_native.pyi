@@ -279,6 +279,7 @@ class Engine:
         blobs: Sequence[tuple[str, Buffer]],
         user: str,
         metadata: Mapping[str, str],
+        changed_rows: Mapping[str, Sequence[int] | None] = ...,
     ) -> dict[str, Any]: ...
     def begin_save(
         self,
@@ -289,6 +290,7 @@ class Engine:
         user: str,
         metadata: Mapping[str, str],
         deferred: Sequence[tuple[str, str, Sequence[int], Sequence[int], Sequence[int], int | None]],
+        changed_rows: Mapping[str, Sequence[int] | None] = ...,
     ) -> Saving: ...
     def finish_save(self, saving: Saving) -> dict[str, Any]: ...
     def prepare(self, state_bytes: int) -> None: ...

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import _device, _frameworks, _native, _precision, _state
+from ._changed_rows import RowSource, rows_of_save
 from ._errors import InvalidValueError
 from ._hosts import Hosts, find_hosts, gather_on_cpu
 from ._options import Check, check_step, codec_rules, parse_policy, retention_of, user_json
@@ -250,12 +251,19 @@ class Engine:
         user: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_unsupported: OnUnsupported = None,
+        changed_rows: Mapping[str, Sequence[int]] | RowSource | None = None,
     ) -> Outcome:
         """Copies a state into shared memory and returns; arguments as in :meth:`tensorcask.Store.save`.
 
         Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over.
+
+        ``changed_rows``: indices (first dimension) of the rows that may have changed since the save of this engine before, by tensor
+        name; or a :class:`tensorcask.torch.TouchedRows`, which records them. Skipped and failed saves count as saves. The agent
+        checks all other rows. If one has changed, it logs a warning and compares all rows of this rank until the job starts again.
+        With ``keep_base_decoded=False``, the agent then needs no base of these tables.
         """
-        return self.begin_save(state, step=step, user=user, metadata=metadata, on_unsupported=on_unsupported).wait()
+        options: dict[str, Any] = {"user": user, "metadata": metadata, "on_unsupported": on_unsupported, "changed_rows": changed_rows}
+        return self.begin_save(state, step=step, **options).wait()
 
     def begin_save(
         self,
@@ -265,6 +273,7 @@ class Engine:
         user: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_unsupported: OnUnsupported = None,
+        changed_rows: Mapping[str, Sequence[int]] | RowSource | None = None,
     ) -> Saving:
         """Saves like :meth:`save`, but returns while tensors of a GPU are still being copied, on a stream of their own.
 
@@ -279,6 +288,7 @@ class Engine:
         Tensors of the CPU are copied before it returns. The next call of this engine waits, too.
         """
         self._settle()
+        named, confirm = rows_of_save(changed_rows, id(self), lambda: _state.flat_arrays(state))
         flat = _state.flatten(state, on_unsupported, sharded=True, deferred=None if self._inline else _device.is_on_device)
         tensors: list[Any] = []
         deferred: list[Any] = []
@@ -297,17 +307,20 @@ class Engine:
             deferred.append((*row, None if tied == len(deferred) else tied))
         blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
         arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
+        # This rank may have no element of a tensor, which is then not saved here.
+        saved_here = {row[0] for row in (*tensors, *deferred)}
+        rows = {name: found for name, found in named.items() if name in saved_here or name not in flat.tensors}
         if not deferred:
-            return Saving(self, None, None, Outcome(**self._native.save(*arguments)))
+            return Saving(self, None, None, _confirmed(Outcome(**self._native.save(*arguments, rows)), confirm), confirm)
         try:
-            native = self._native.begin_save(*arguments, deferred)
+            native = self._native.begin_save(*arguments, deferred, rows)
         except _native.StorageError:
             # Memory that CUDA knows stays until it is told otherwise, and may be what a larger arena lacks.
             if not self._arena.forget():
                 raise
-            native = self._native.begin_save(*arguments, deferred)
+            native = self._native.begin_save(*arguments, deferred, rows)
         copies = _device.Copies() if native.is_skipped else self._arena.copy(native, sources)
-        self._saving = saving = Saving(self, native, copies, None)
+        self._saving = saving = Saving(self, native, copies, None, confirm)
         return saving
 
     def _settle(self) -> None:
@@ -504,9 +517,14 @@ class Saving:
     """A save that :meth:`Engine.begin_save` has begun."""
 
     def __init__(
-        self, engine: Engine, native: _native.Saving | None, copies: _device.Copies | None, outcome: Outcome | None
+        self,
+        engine: Engine,
+        native: _native.Saving | None,
+        copies: _device.Copies | None,
+        outcome: Outcome | None,
+        confirm: Callable[[], None],
     ) -> None:
-        self._engine, self._native, self._copies, self._outcome = engine, native, copies, outcome
+        self._engine, self._native, self._copies, self._outcome, self._confirm = engine, native, copies, outcome, confirm
 
     def wait(self) -> Outcome:
         """Waits until everything is copied. The state is then safe, and its tensors may change."""
@@ -517,8 +535,14 @@ class Saving:
             raise ValueError("this save has failed")
         self._engine._saving = None
         self._copies.wait()
-        self._outcome = Outcome(**self._engine._native.finish_save(native))
+        self._outcome = _confirmed(Outcome(**self._engine._native.finish_save(native)), self._confirm)
         return self._outcome
+
+
+def _confirmed(outcome: Outcome, confirm: Callable[[], None]) -> Outcome:
+    if outcome.saved:
+        confirm()
+    return outcome
 
 
 def _native_hosts(hosts: Hosts | None) -> tuple[str, int, int, list[int], float] | None:

@@ -2,15 +2,22 @@
 
 import copy
 import logging
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorcask
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import stop
 from ranks import on_ranks
+from tensorcask.engine import agent_status
 from tensorcask.torch import TouchedRows
 from torch import nn
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
 
 ROWS, WIDTH = 3000, 16
 POLICIES = ["one_shot", "consecutive", "intermittent:3", "adaptive"]
@@ -395,3 +402,89 @@ def test_gradients_reduced_over_ranks(tmp_path):
 def test_dcp_refuses_lists_of_rows(tmp_path):
     with pytest.raises(TypeError, match="TouchedRows"):
         tensorcask.Store(tmp_path).writer(changed_rows={"w": [1]})
+
+
+def codecs_of(store, step):
+    """Codecs of the chunks of the tables and of their moments."""
+    rows = store.sql(f"select tensor, codec from chunks where step = {step}").fetchall()
+    return {codec for tensor, codec in rows if tensor in ("model.items.weight", "model.bags.weight") or tensor.startswith("tables.")}
+
+
+@linux
+@pytest.mark.parametrize("encode", ["agent", "inline"])
+@pytest.mark.parametrize("keep_base_decoded", [False, True])
+def test_the_engine_takes_rows(url, host_memory, encode, keep_base_decoded):
+    options = {"policy": "consecutive", "encode": encode, "keep_base_decoded": keep_base_decoded}
+    training, store, saved = Training("sparse_adam"), tensorcask.Store(url), {}
+    with tensorcask.Engine(url, **options) as engine, Spy(training.model, training.optimizer) as touched:
+        for step in range(1, 8):
+            rows = training.step(step)
+            outcome = engine.save(training.state(), step=step, changed_rows=touched)
+            assert outcome.saved and outcome.failures == []
+            saved[step] = copy.deepcopy(training.state())
+            assert engine.wait("durable", 60).reached
+            if step > 1:
+                assert rows >= set(touched.claims[-1]["model.bags.weight"]) > set()
+                # With a decoded base, smaller codecs may be found.
+                assert codecs_of(store, step) == {"tc.rows"} or keep_base_decoded
+        assert_equal(engine.restore().state, saved[7])
+    for step, state in saved.items():
+        assert_equal(store.load(step), state)
+    assert "left out" not in Path(host_memory, "agent.log").read_text()
+
+
+@linux
+@pytest.mark.parametrize("back_pressure", ["wait", "skip", "drop_oldest_uncommitted"])
+def test_rows_of_states_that_no_agent_encodes_are_not_lost(url, host_memory, back_pressure):
+    options = {"policy": "consecutive", "back_pressure": back_pressure, "keep_base_decoded": False}
+    training, store, saved = Training("sparse_sgd"), tensorcask.Store(url), {}
+    lock = Path(host_memory, "agent.lock")
+    with tensorcask.Engine(url, **options) as engine, TouchedRows(training.model, training.optimizer) as touched:
+        for step in range(1, 25):
+            training.step(step)
+            engine.save(training.state(), step=step, changed_rows=touched)
+            saved[step] = copy.deepcopy(training.state())
+            if step % 6 == 0:
+                stop(int(lock.read_text()))
+        assert engine.wait("durable", 60).reached
+    stored = [snapshot.step for snapshot in store.snapshots()]
+    assert stored and (back_pressure != "wait" or stored == list(range(1, 25)))
+    for step in stored:
+        assert_equal(store.load(step), saved[step])
+    assert store.verify("full").is_clean
+    assert "left out" not in Path(host_memory, "agent.log").read_text()
+
+
+@linux
+def test_a_row_that_is_left_out_fails_no_save_of_the_engine(url, host_memory):
+    training, store, saved = Training("sgd"), tensorcask.Store(url), {}
+    with tensorcask.Engine(url, policy="consecutive") as engine, TouchedRows(training.model, training.optimizer) as touched:
+        for step in range(1, 6):
+            training.step(step)
+            if step == 3:
+                training.model.items.weight.data[100:120] += 1
+            engine.save(training.state(), step=step, changed_rows=touched)
+            saved[step] = copy.deepcopy(training.state())
+            waited = engine.wait("durable", 60)
+            assert waited.reached and waited.failures == []
+    for step, state in saved.items():
+        assert_equal(store.load(step), state)
+    assert Path(host_memory, "agent.log").read_text().count("left out") == 1
+
+
+@linux
+def test_the_engine_takes_a_mapping_of_rows(url, host_memory):
+    table = np.random.default_rng(1).integers(0, 256, (4000, 64), np.uint8)
+    with tensorcask.Engine(url, policy="consecutive", keep_base_decoded=False) as engine:
+        for step in range(1, 5):
+            table[step] += 1
+            # Without a comparison, all the rows that are named are stored.
+            engine.save({"table": table, "other": step}, step=step, changed_rows={"table": [step, *range(1000, 2000)]})
+            assert engine.wait("durable", 60).reached
+            (run,) = agent_status(host_memory)["runs"]
+            (size,) = [save["bytes_out"] for save in run["saves"] if save["step"] == step]
+            assert step == 1 or 64_000 < size < 128_000
+            assert (tensorcask.load(url)["table"] == table).all()
+        for wrong, error in (({"tables": [1]}, tensorcask.NotFoundError), ({"table": [4000]}, tensorcask.InvalidArgumentError), ({"table": "x"}, TypeError)):
+            with pytest.raises(error):
+                engine.save({"table": table}, step=5, changed_rows=wrong)
