@@ -293,3 +293,42 @@ impl CopiedState {
 
 /// Bytes that stay in the cache between checksum and copy.
 const CACHED_BYTES: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use tensorcask::{Dtype, Metadata, Rect, TensorView};
+
+    use super::{CopyPlan, Deferred, shards_of};
+    use crate::row_journal::{RowClaim, RowJournal};
+
+    #[test]
+    fn a_slot_has_room_for_rows_that_later_saves_name() {
+        let (count, data) = (8_000_000, vec![0; 8_000_000]);
+        let view = TensorView::new("table", Dtype::U8, &[count / 2, 2], &data).unwrap();
+        let metadata = Metadata::default();
+        let tensors = [view.clone()];
+        let first = CopyPlan::new(1, &tensors, &[], &[], &metadata).unwrap().slot_bytes();
+        let mut journal = RowJournal::default();
+        for (step, named) in [(2, view.clone().with_row_hashes()), (3, view.with_changed_rows(&[1, count / 2 - 1]).unwrap())] {
+            let tensors = [named];
+            let claims = journal.claims(shards_of(&tensors, &[]), 0);
+            let plan = CopyPlan::new(step, &tensors, &[], &[], &metadata).unwrap().name_rows(&claims).unwrap();
+            assert_eq!(matches!(claims[..], [RowClaim::Since { save: 2, .. }]), step == 3, "{claims:?}");
+            let copied = plan.copy(|_, _| Ok(())).unwrap();
+            assert!(copied.data_bytes + copied.description.len() <= first, "step {step} does not fit into {first} bytes");
+            journal.on_saved(step);
+        }
+    }
+
+    #[test]
+    fn deferred_tensors_name_the_rows_of_their_part() {
+        let rect = Rect { offset: vec![10, 0], shape: vec![5, 4] };
+        let part = Deferred::new("table", Dtype::U8, &[20, 4], rect).unwrap();
+        let rows = |deferred: Deferred| shards_of(&[], &[deferred]).next().unwrap().rows.map(<[u64]>::to_vec);
+        assert_eq!(rows(part.clone().with_changed_rows(&[14, 3, 10, 15]).unwrap()), Some(vec![4, 0]));
+        assert_eq!(rows(part.clone().with_row_hashes()), None);
+        assert!(shards_of(&[], &[part.clone().with_row_hashes()]).all(|shard| shard.names_rows));
+        assert!(part.with_changed_rows(&[20]).is_err());
+        assert!(Deferred::new("number", Dtype::U8, &[], Rect::whole(&[])).unwrap().with_changed_rows(&[0]).is_err());
+    }
+}

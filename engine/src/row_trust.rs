@@ -70,9 +70,13 @@ pub(crate) fn without_rows<'a>(tensors: &[TensorView<'a>], error: &Error) -> Opt
 
 #[cfg(test)]
 mod tests {
-    use tensorcask::Error;
+    use std::collections::VecDeque;
+
+    use tensorcask::{Dtype, Error, Rect, TensorView};
 
     use super::{LeftOut, RowTrust, SaveOfRank};
+    use crate::row_journal::{RowClaim, RowJournal, ShardOfState};
+    use crate::row_set::with_rows;
 
     fn save(session: u64, generation: u64) -> SaveOfRank {
         SaveOfRank { session, generation }
@@ -98,5 +102,80 @@ mod tests {
         assert!(trust.accepts(0, save(1, 7), 6) && !trust.accepts(1, save(1, 7), 6));
         trust.on_encoded(&[save(2, 7), save(2, 7)], &LeftOut::new());
         assert!(trust.accepts(1, save(2, 8), 7));
+    }
+    const ROWS: usize = 30;
+
+    /// A trainer with the versions of its rows, and the states that wait for the agent.
+    #[derive(Default)]
+    struct Trainer {
+        session: u64,
+        generation: u64,
+        journal: RowJournal,
+        versions: [u64; ROWS],
+        waiting: VecDeque<(SaveOfRank, [u64; ROWS], RowClaim)>,
+    }
+
+    impl Trainer {
+        /// Names rows that changed since the save before. `succeeds`: whether the state gets a slot.
+        fn save(&mut self, rows: Option<&[u64]>, encoded: u64, succeeds: bool) {
+            let rect = Rect::whole(&[ROWS as u64, 1]);
+            let shard = ShardOfState { name: "table", rect: &rect, bytes: ROWS, rows, names_rows: true };
+            let claim = self.journal.claims([shard].into_iter(), encoded).remove(0);
+            if succeeds {
+                self.generation += 1;
+                self.journal.on_saved(self.generation);
+                self.waiting.push_back((SaveOfRank { session: self.session, generation: self.generation }, self.versions, claim));
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_are_taken_cover_all_changes_whatever_is_dropped_skipped_or_killed() {
+        let data = [0; ROWS];
+        let view = TensorView::new("table", Dtype::U8, &[ROWS as u64, 1], &data).unwrap();
+        let mut taken = 0;
+        for seed in 0..500u64 {
+            let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+            let mut random = |n: u64| {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (x >> 33) % n
+            };
+            let (mut trainer, mut trust) = (Trainer::default(), RowTrust::default());
+            // Versions that the writer compares with, and the newest encoded save, which the arena remembers.
+            let (mut base, mut encoded) = ([0; ROWS], 0);
+            for _ in 0..200 {
+                match random(20) {
+                    // A new trainer goes on from the newest encoded state. Its states in the arena may still be encoded.
+                    0 => {
+                        let (session, generation, waiting) =
+                            (trainer.session + 1, trainer.generation, std::mem::take(&mut trainer.waiting));
+                        trainer = Trainer { session, generation, versions: base, waiting, ..Trainer::default() };
+                    }
+                    1 => trust = RowTrust::default(),
+                    // A state is dropped.
+                    2..=4 => drop(trainer.waiting.pop_front()),
+                    5..=11 => {
+                        let rows: Vec<u64> = (0..random(4)).map(|_| random(ROWS as u64)).collect();
+                        rows.iter().for_each(|row| trainer.versions[*row as usize] += 1 + random(1000));
+                        trainer.save((random(15) > 0).then_some(&rows), encoded, random(6) > 0);
+                    }
+                    _ => {
+                        let Some((save, versions, claim)) = trainer.waiting.pop_front() else { continue };
+                        if let RowClaim::Since { save: since, rows } = &claim
+                            && trust.accepts(0, save, *since)
+                        {
+                            let named = with_rows(view.clone(), rows.bytes()).unwrap();
+                            let named = named.changed_rows().unwrap();
+                            let is_covered = |row: usize| base[row] == versions[row] || named.contains(&(row as u64));
+                            assert!((0..ROWS).all(is_covered), "seed {seed}: {save:?} since {since}: {named:?}");
+                            taken += 1;
+                        }
+                        (base, encoded) = (versions, save.generation);
+                        trust.on_encoded(&[save], &LeftOut::new());
+                    }
+                }
+            }
+        }
+        assert!(taken > 5000, "{taken}");
     }
 }

@@ -16,6 +16,8 @@ from ranks import on_ranks
 from tensorcask.engine import agent_status
 from tensorcask.torch import TouchedRows
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
 
@@ -488,3 +490,53 @@ def test_the_engine_takes_a_mapping_of_rows(url, host_memory):
         for wrong, error in (({"tables": [1]}, tensorcask.NotFoundError), ({"table": [4000]}, tensorcask.InvalidArgumentError), ({"table": "x"}, TypeError)):
             with pytest.raises(error):
                 engine.save({"table": table}, step=5, changed_rows=wrong)
+
+
+@linux
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])
+def test_tables_on_a_device_name_their_rows(url, host_memory, device, monkeypatch):
+    # Tensors on the CPU take the same path here, except for streams.
+    monkeypatch.setattr("tensorcask._device.is_on_device", lambda tensor: tensor.device.type == device)
+    model, store, saved = nn.Embedding(ROWS, WIDTH, sparse=True, device=device), tensorcask.Store(url), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with tensorcask.Engine(url, policy="consecutive", keep_base_decoded=False) as engine, TouchedRows(model, optimizer) as touched:
+        for step in range(1, 6):
+            model(torch.tensor([step, 100 * step], device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saving = engine.begin_save({"model": model.state_dict(), "step": step}, step=step, changed_rows=touched)
+            saved[step] = model.weight.detach().cpu().clone()
+            saving.wait()
+            assert engine.wait("durable", 60).reached
+    for step, weight in saved.items():
+        assert torch.equal(store.load(step)["model"]["weight"], weight)
+        codecs = store.sql(f"select distinct codec from chunks where step = {step} and tensor = 'model.weight'").fetchall()
+        assert step == 1 or codecs == [("tc.rows",)]
+    assert "left out" not in Path(host_memory, "agent.log").read_text()
+
+
+def shards_name_rows(url):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    tables = {"table": torch.arange(4000.0 * 16).reshape(4000, 16), "row": torch.zeros(1, 16)}
+    with tensorcask.Engine(url, rank=rank, world=world, policy="consecutive", keep_base_decoded=False) as engine:
+        for step in range(1, 5):
+            for table in tables.values():
+                table[-1] += step
+            tables["table"][step] += 1
+            state = {name: distribute_tensor(table, mesh, [Shard(0)], src_data_rank=None) for name, table in tables.items()}
+            # The second rank has no part of the table of one row.
+            engine.save(state, step=step, changed_rows={"table": [step, 3999], "row": [0]})
+            assert engine.wait("durable", 60).reached
+            dist.barrier()
+            for name, table in tables.items():
+                assert torch.equal(tensorcask.load(url)[name], table)
+            dist.barrier()
+
+
+@linux
+def test_ranks_name_the_rows_of_whole_tables(url, host_memory, tmp_path):
+    on_ranks(2, tmp_path, shards_name_rows, url)
+    codecs = tensorcask.Store(url).sql("select distinct codec from chunks where step > 1 and tensor = 'table'").fetchall()
+    assert codecs == [("tc.rows",)]
+    assert "left out" not in Path(host_memory, "agent.log").read_text()
