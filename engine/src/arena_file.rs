@@ -3,7 +3,8 @@
 //! ```text
 //! page 0        magic, version, slots, bytes of a slot, newest encoded generation, session
 //! page 1 + n    slot n: word (state and generation), step, description (offset, size, CRC-32), session, ranks, attempt
-//! then          the bytes of slot 0, slot 1, ...: tensors and bitmaps of changed rows, each at a cache line, then the description
+//! then          the bytes of slot 0, slot 1, ...: tensors and bitmaps of changed rows, each at a cache line, then the
+//!               description
 //! ```
 //!
 //! The pages of the slots become present later: see [`arena_memory`](crate::arena_memory).

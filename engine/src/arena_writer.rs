@@ -150,6 +150,11 @@ impl ArenaWriter {
         Ok(words.iter().filter(|word| word.state.is_complete()).map(|word| word.generation).max().unwrap_or(0))
     }
 
+    /// Notes the changed rows of a save that begins.
+    pub(crate) fn note_rows(&mut self, tensors: &[TensorView<'_>], deferred: &[Deferred]) {
+        self.rows.note(shards_of(tensors, deferred));
+    }
+
     /// Copies a state into a slot; `None` if the save is skipped.
     pub(crate) fn copy(&mut self, session: &mut Session, state: &StateView<'_>) -> Result<Option<PendingCopy>> {
         let copied = self.copy_once(session, state);

@@ -218,6 +218,7 @@ impl Engine {
         };
         let timer = SaveTimer::start(step);
         self.outstanding.check_none()?;
+        inline.note_rows(tensors);
         check_metadata(metadata)?;
         self.session.poll_replies()?;
         let state = StateView { step, tensors, deferred: &[], blobs, metadata };
@@ -265,6 +266,7 @@ impl Engine {
             return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
         }
         self.outstanding.check_none()?;
+        self.arena.note_rows(tensors, deferred);
         check_metadata(metadata)?;
         self.session.poll_replies()?;
         let copy = self.arena.copy(&mut self.session, &StateView { step, tensors, deferred, blobs, metadata })?;

@@ -46,6 +46,11 @@ impl InlineEncoder {
         Ok(if sequence > 0 { InlineGeneration { epoch, sequence }.to_generation() } else { 0 })
     }
 
+    /// Notes the changed rows of a save that begins.
+    pub(crate) fn note_rows(&mut self, tensors: &[TensorView<'_>]) {
+        self.rows.note(shards_of(tensors, &[]));
+    }
+
     /// Encodes a state; `None` if the save is skipped.
     pub(crate) fn save(&mut self, runtime: &Runtime, session: &mut Session, state: &StateView<'_>) -> Result<Option<SavedState>> {
         let (mut pause, mut may_have_room, mut was_damaged) = (Pause::new(), true, false);

@@ -56,6 +56,11 @@ struct History {
 }
 
 impl RowJournal {
+    /// Adds the rows that a save names. Call it first: they count even if the save fails.
+    pub(crate) fn note<'a>(&mut self, shards: impl Iterator<Item = ShardOfState<'a>>) {
+        self.claims(shards, 0);
+    }
+
     /// Adds the rows that a save names, and returns its statement about each shard. `encoded`: newest save of this rank that is
     /// encoded. May be called again for the same save.
     pub(crate) fn claims<'a>(&mut self, shards: impl Iterator<Item = ShardOfState<'a>>, encoded: u64) -> Vec<RowClaim> {

@@ -23,6 +23,7 @@ pub(crate) struct SaveOfRank {
 /// What is known of the ranks of this host, by position. Keep it as long as the process: it does not depend on a writer.
 #[derive(Debug, Default)]
 pub(crate) struct RowTrust {
+    first_rank: u32,
     ranks: Vec<TrustOfRank>,
 }
 
@@ -38,6 +39,11 @@ struct TrustOfRank {
 pub(crate) type LeftOut = BTreeMap<usize, Error>;
 
 impl RowTrust {
+    /// For the ranks of a host, from this one on.
+    pub(crate) fn of_ranks(first_rank: u32) -> Self {
+        Self { first_rank, ranks: Vec::new() }
+    }
+
     /// Whether the encoder may take the rows of a save that count from the save `since`.
     pub(crate) fn accepts(&self, rank: usize, save: SaveOfRank, since: u64) -> bool {
         let known = self.ranks.get(rank).copied().unwrap_or_default();
@@ -53,7 +59,7 @@ impl RowTrust {
             if let Some(error) = left_out.get(&rank) {
                 known.distrusted = Some(save.session);
                 tracing::warn!(
-                    rank,
+                    rank = u64::from(self.first_rank).saturating_add(rank as u64),
                     %error,
                     "a changed row was left out, so this save compared all rows, and so do the later saves of this rank in this session"
                 );

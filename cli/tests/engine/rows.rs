@@ -2,7 +2,7 @@
 //! back bit for bit, whatever the trainer names.
 
 use rustix::process::Signal;
-use tensorcask::{Dtype, Metadata, Rect, Slice, TensorView};
+use tensorcask::{Dtype, ErrorKind, Metadata, Rect, Slice, TensorView};
 use tensorcask_engine::{BackPressure, Deferred, Encode, Engine, EngineOptions, Outcome, Until};
 
 use super::host::*;
@@ -148,6 +148,23 @@ fn rows_of_dropped_and_skipped_states_are_not_lost() {
             check(&host.store(), *step, table, true);
         }
         assert!(!host.agent_log().contains("left out"), "{}", host.agent_log());
+    }
+}
+
+#[test]
+fn rows_of_a_save_that_fails_are_not_lost() {
+    for encode in [Encode::Agent, Encode::Inline] {
+        let host = Host::new();
+        let mut engine = Engine::start(EngineOptions { encode, ..without_base(&host) }).unwrap();
+        let mut table = Table::new();
+        table.step(&mut engine, 1, &[]);
+        table.change(&[5]);
+        let mut refused = Metadata::default();
+        refused.user.insert("tc.reserved".into(), 1.into());
+        let view = || table.view().with_changed_rows(&[5]).unwrap();
+        assert_eq!(engine.save(2, &[view()], &[], &refused).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        table.step(&mut engine, 2, &[6]);
+        check(&host.store(), 2, &table, true);
     }
 }
 

@@ -24,7 +24,7 @@ use crate::slot_access::TakenSlot;
 
 /// Encodes states until the agent ends.
 pub(super) async fn encode_loop(run: Arc<Run>) {
-    let (mut memory, mut rows) = (None, RowTrust::default());
+    let (mut memory, mut rows) = (None, RowTrust::of_ranks(run.spec.local_ranks().start));
     let mut backoff = Backoff::new();
     loop {
         match encode_all(&run, &mut memory, &mut rows).await {

@@ -46,7 +46,7 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>, store: Store, memory: 
         saves: 0,
         pruned: None,
         steps: BTreeSet::new(),
-        rows: RowTrust::default(),
+        rows: RowTrust::of_ranks(work.run.spec.local_ranks().start),
     };
     let mut backoff = Backoff::new();
     loop {
