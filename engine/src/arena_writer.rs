@@ -169,7 +169,7 @@ impl ArenaWriter {
         loop {
             // Rows count from the newest encoded save, so they are named once there is a slot.
             let has_slot = self.arena.is_none() || self.wait_for_slot(session)?;
-            let encoded = self.encoded(session)?;
+            let encoded = newest_encoded(self.arena.as_deref(), session)?;
             let claims = self.rows.claims(shards_of(state.tensors, state.deferred), encoded);
             if !has_slot {
                 return Ok(None);
@@ -202,12 +202,6 @@ impl ArenaWriter {
                 Err(e) => return Err(e),
             }
         }
-    }
-
-    /// Newest generation of this rank that the agent is known to have encoded.
-    fn encoded(&self, session: &Session) -> Result<u64> {
-        let in_arena = self.arena.as_ref().map_or(Ok(0), |arena| arena.encoded())?;
-        Ok(in_arena.max(session.progress().encoded))
     }
 
     /// Publishes a copied state.
@@ -273,4 +267,10 @@ impl ArenaWriter {
         session.attach(AttachMode::Continue)?;
         Ok(())
     }
+}
+
+/// Newest generation of a rank that the agent is known to have encoded.
+fn newest_encoded(arena: Option<&Arena>, session: &Session) -> Result<u64> {
+    let in_arena = arena.map_or(Ok(0), Arena::encoded)?;
+    Ok(in_arena.max(session.progress().encoded))
 }
