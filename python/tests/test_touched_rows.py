@@ -515,11 +515,11 @@ def test_tables_on_a_device_name_their_rows(url, host_memory, device, monkeypatc
     assert "left out" not in Path(host_memory, "agent.log").read_text()
 
 
-def shards_name_rows(url):
+def shards_name_rows(url, folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     tables = {"table": torch.arange(4000.0 * 16).reshape(4000, 16), "row": torch.zeros(1, 16)}
-    with tensorcask.Engine(url, rank=rank, world=world, policy="consecutive", keep_base_decoded=False) as engine:
+    with tensorcask.Engine(url, folder=folder, rank=rank, world=world, policy="consecutive", keep_base_decoded=False) as engine:
         for step in range(1, 5):
             for table in tables.values():
                 table[-1] += step
@@ -536,7 +536,7 @@ def shards_name_rows(url):
 
 @linux
 def test_ranks_name_the_rows_of_whole_tables(url, host_memory, tmp_path):
-    on_ranks(2, tmp_path, shards_name_rows, url)
+    on_ranks(2, tmp_path, shards_name_rows, url, host_memory)
     codecs = tensorcask.Store(url).sql("select distinct codec from chunks where step > 1 and tensor = 'table'").fetchall()
     assert codecs == [("tc.rows",)]
     assert "left out" not in Path(host_memory, "agent.log").read_text()
