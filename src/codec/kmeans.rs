@@ -196,14 +196,11 @@ impl KMeans {
         // Of equal numbers, no more are protected than the share allows.
         let is_protected = |at: usize, x: f32| !x.is_finite() || greatest.is_none_or(|greatest| importance(at, x) > greatest);
         let kept = values.iter().enumerate().filter(|&(at, x)| !is_protected(at, *x));
-        let weight = |at: usize, x: f32| match (self.error, sensitivity(at)) {
-            (LevelError::Absolute, _) => 1.0,
-            (_, Some(sensitivity)) => sensitivity,
-            (_, None) => 1.0 / (f64::from(x) * f64::from(x)).max(f64::MIN_POSITIVE),
-        };
-        let mut kept: Vec<Weighed> = kept.map(|(at, &x)| if is_pruned(at, x) { (0.0, 0.0) } else { (x + 0.0, weight(at, x)) }).collect();
+        let weight = |at: usize| sensitivity(at).unwrap_or(1.0);
+        let mut kept: Vec<Weighed> = kept.map(|(at, &x)| if is_pruned(at, x) { (0.0, 0.0) } else { (x + 0.0, weight(at)) }).collect();
         kept.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
-        let levels = self.means(&kept, chunk.dtype);
+        let is_relative = self.error != LevelError::Absolute && sensitivities.is_none();
+        let levels = self.means(&kept, is_relative, chunk.dtype);
         let between = midpoints(&levels);
         let (mut codes, mut protected) = (Vec::with_capacity(values.len()), Vec::new());
         for (at, &x) in values.iter().enumerate() {
@@ -218,7 +215,7 @@ impl KMeans {
     }
 
     /// Fits levels to sorted numbers by k-means on a histogram. Levels are numbers of the dtype.
-    fn means(&self, sorted: &[Weighed], dtype: Dtype) -> Vec<f32> {
+    fn means(&self, sorted: &[Weighed], is_relative: bool, dtype: Dtype) -> Vec<f32> {
         const BINS: usize = 4096;
         const ROUNDS: usize = 24;
         let zeros = sorted.iter().filter(|(x, _)| *x == 0.0).count();
@@ -227,8 +224,11 @@ impl KMeans {
             // Zero gets a level of its own.
             let some = run.iter().filter(|(x, _)| *x != 0.0);
             let (sum, weight) = some.fold((0.0, 0.0), |(sum, all), &(x, weight)| (sum + f64::from(x) * weight, all + weight));
-            if weight > 0.0 && (sum / weight).is_finite() {
-                bins.push(Bin { value: sum / weight, weight });
+            let mean = sum / weight;
+            if weight > 0.0 && mean.is_finite() {
+                // Errors are relative to the mean of the bin: the few numbers nearest to zero would outweigh all others.
+                let divisor = if is_relative { (mean * mean).max(f64::MIN_POSITIVE) } else { 1.0 };
+                bins.push(Bin { value: mean, weight: weight / divisor });
             }
         }
         let wanted = (self.level_count() - usize::from(zeros > 0)).max(1).min(bins.len());
