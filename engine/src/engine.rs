@@ -195,7 +195,7 @@ impl Engine {
     /// shared memory for the arena, and, with [`OnAgentLoss::Fail`](crate::OnAgentLoss::Fail), if the agent is gone.
     ///
     /// Tensors may name [changed rows](TensorView::with_changed_rows): those that changed since the call of `save` or
-    /// `begin_save` before, even if that save was skipped or failed. A row that is left out fails no save: the agent compares
+    /// `begin_save` before, even if that save was skipped or failed while it copied. A row that is left out fails no save: the agent compares
     /// all rows of this rank until the job starts again.
     ///
     /// ```no_run

@@ -139,7 +139,7 @@ def load(
     a tensor wins; None leaves it as it was saved. A full name converts also a tensor without dimensions and a step
     counter. If f32 weights were stored so that their bf16 roundings can be read alone, ``"bf16"`` reads only those.
 
-    With ``mmap=True``, torch, numpy and jax tensors that are stored raw and in one piece take no memory of their own. Save with
+    With ``mmap=True``, torch and numpy tensors that are stored raw and in one piece take no memory of their own (jax may copy). Save with
     ``codecs="*=tc.raw"`` and ``policy="full"`` for that. Writes to such a tensor stay in memory and never reach the file. All
     other tensors are read as usual; :meth:`Snapshot.parts` says why. All checksums are compared. A tensor that is moved to
     a GPU, a slice, and a tensor of ``framework="bytes"`` is read as usual, too.

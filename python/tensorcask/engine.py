@@ -258,9 +258,9 @@ class Engine:
         Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over.
 
         ``changed_rows``: indices (first dimension) of the rows that may have changed since the save of this engine before, by tensor
-        name; or a :class:`tensorcask.torch.TouchedRows`, which records them. Skipped and failed saves count as saves. The agent
-        checks all other rows. If one has changed, it logs a warning and compares all rows of this rank until the job starts again.
-        With ``keep_base_decoded=False``, the agent then needs no base of these tables.
+        name; or a :class:`tensorcask.torch.TouchedRows`, which records them. Skipped saves count as saves, and so do those that
+        fail while they copy. The agent checks all other rows. If one has changed, it logs a warning and compares all rows of this
+        rank until the job starts again. With ``keep_base_decoded=False``, the agent then needs no base of these tables.
         """
         options: dict[str, Any] = {"user": user, "metadata": metadata, "on_unsupported": on_unsupported, "changed_rows": changed_rows}
         return self.begin_save(state, step=step, **options).wait()

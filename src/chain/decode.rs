@@ -90,7 +90,7 @@ pub(crate) fn decode_recipe(
     let mut results = Vec::with_capacity(wanted.len());
     for (op, crc, owned) in wanted {
         let Some(value) = values.get_mut(op) else { return Err((op, Error::invalid("no such op"))) };
-        let made = value.as_ref().ok_or_else(|| Error::invalid("an op without a result"));
+        let made = value.as_ref().ok_or_else(|| Error::corrupt("a chunk was not decoded"));
         made.and_then(|made| check_decoded(made.bytes(), crc)).map_err(|e| (op, e))?;
         results.push(match value.take() {
             Some(Value::Owned(bytes)) if owned => Some(bytes),

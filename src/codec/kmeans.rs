@@ -105,19 +105,27 @@ struct Bin {
 }
 
 /// A number to find levels for, with the weight of its squared error.
-type Weighed = (f32, f64);
+type WeightedNumber = (f32, f64);
 
-/// Moves levels to round numbers, by at most a sixteenth of the distance to the next level. Then a later state, which differs little,
-/// mostly gets the same levels, and its delta is small. The squared error grows by at most a twentieth.
+/// Moves ascending levels to round numbers, each so little that its mean squared error grows by at most a twentieth. Then a later
+/// state, which differs little, mostly gets the same levels, and its delta is small.
 ///
 /// The levels of the base would do the same. But the stored form of a chunk must not depend on its base, because a codec may need the
 /// chunk as a partner where its base is not at hand.
-fn snapped(levels: &[f64]) -> Vec<f64> {
-    let distance = |at: usize| levels.get(at + 1).zip(levels.get(at)).map_or(f64::INFINITY, |(next, level)| next - level);
+fn snap_levels(levels: &[f64], bins: &[Bin]) -> Vec<f64> {
+    let mut rest = bins;
     let snap = |(at, &level): (usize, &f64)| {
-        let nearest = distance(at).min(at.checked_sub(1).map_or(f64::INFINITY, distance));
-        let step = (nearest.log2().floor() - 3.0).exp2();
-        if step.is_normal() { (level / step).round() * step } else { level }
+        let end = levels.get(at + 1).map_or(f64::INFINITY, |next| f64::midpoint(level, *next));
+        let (own, others) = rest.split_at(rest.partition_point(|bin| bin.value <= end));
+        rest = others;
+        let [weight, squares] = own.iter().fold([0.0; 2], |[weight, squares], bin| {
+            let distance = bin.value - level;
+            [weight + bin.weight, squares + bin.weight * distance * distance]
+        });
+        // A level moves by at most half a step, a sixteenth of the width of an evenly filled cell with this error.
+        let step = ((12.0 * squares / weight).sqrt() / 8.0).log2().floor().exp2();
+        let snapped = (level / step).round() * step;
+        if step.is_normal() && snapped.is_finite() { snapped } else { level }
     };
     levels.iter().enumerate().map(snap).collect()
 }
@@ -125,7 +133,7 @@ fn snapped(levels: &[f64]) -> Vec<f64> {
 /// First levels: as dense as the best levels of a smooth density are, in proportion to the cube root of the weight per width.
 ///
 /// Source: Panter and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing of levels" (1951)
-fn starts(bins: &[Bin], count: usize) -> Vec<f64> {
+fn initial_levels(bins: &[Bin], count: usize) -> Vec<f64> {
     let value = |at: usize| bins.get(at).map_or(0.0, |bin| bin.value);
     // A bin reaches halfway to its neighbours.
     let left = |at: usize| f64::midpoint(value(at.saturating_sub(1)), value(at));
@@ -197,7 +205,8 @@ impl KMeans {
         let is_protected = |at: usize, x: f32| !x.is_finite() || greatest.is_none_or(|greatest| importance(at, x) > greatest);
         let kept = values.iter().enumerate().filter(|&(at, x)| !is_protected(at, *x));
         let weight = |at: usize| sensitivity(at).unwrap_or(1.0);
-        let mut kept: Vec<Weighed> = kept.map(|(at, &x)| if is_pruned(at, x) { (0.0, 0.0) } else { (x + 0.0, weight(at)) }).collect();
+        let mut kept: Vec<WeightedNumber> =
+            kept.map(|(at, &x)| if is_pruned(at, x) { (0.0, 0.0) } else { (x + 0.0, weight(at)) }).collect();
         kept.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
         let is_relative = self.error != LevelError::Absolute && sensitivities.is_none();
         let levels = self.means(&kept, is_relative, chunk.dtype);
@@ -215,24 +224,30 @@ impl KMeans {
     }
 
     /// Fits levels to sorted numbers by k-means on a histogram. Levels are numbers of the dtype.
-    fn means(&self, sorted: &[Weighed], is_relative: bool, dtype: Dtype) -> Vec<f32> {
+    fn means(&self, sorted: &[WeightedNumber], is_relative: bool, dtype: Dtype) -> Vec<f32> {
         const BINS: usize = 4096;
         const ROUNDS: usize = 24;
         let zeros = sorted.iter().filter(|(x, _)| *x == 0.0).count();
         let mut bins: Vec<Bin> = Vec::new();
         for run in sorted.chunks(sorted.len().div_ceil(BINS).max(1)) {
             // Zero gets a level of its own.
-            let some = run.iter().filter(|(x, _)| *x != 0.0);
-            let (sum, weight) = some.fold((0.0, 0.0), |(sum, all), &(x, weight)| (sum + f64::from(x) * weight, all + weight));
-            let mean = sum / weight;
-            if weight > 0.0 && mean.is_finite() {
-                // Errors are relative to the mean of the bin: the few numbers nearest to zero would outweigh all others.
-                let divisor = if is_relative { (mean * mean).max(f64::MIN_POSITIVE) } else { 1.0 };
-                bins.push(Bin { value: mean, weight: weight / divisor });
+            let some = run.iter().filter(|(x, _)| *x != 0.0).map(|&(x, weight)| (f64::from(x), weight));
+            let sums = some.fold([0.0; 3], |[all, sum, squares], (x, weight)| [all + weight, sum + x * weight, squares + x * x * weight]);
+            let [weight, sum, squares] = sums;
+            let value = sum / weight;
+            if !(weight > 0.0 && value.is_finite()) {
+                continue;
+            }
+            // Errors are relative to the magnitude of the bin: the few numbers nearest to zero would outweigh all others.
+            let magnitude = (squares / weight).max(f64::MIN_POSITIVE);
+            let weight = if is_relative { weight / magnitude } else { weight };
+            match bins.last_mut().filter(|bin| bin.value == value) {
+                Some(bin) => bin.weight += weight,
+                None => bins.push(Bin { value, weight }),
             }
         }
         let wanted = (self.level_count() - usize::from(zeros > 0)).max(1).min(bins.len());
-        let mut centers = starts(&bins, wanted);
+        let mut centers = initial_levels(&bins, wanted);
         for _ in 0..ROUNDS {
             let mut sums = vec![(0.0, 0.0); centers.len()];
             let mut at = 0;
@@ -254,7 +269,7 @@ impl KMeans {
         }
         let of_dtype = |center: f64| if dtype == Dtype::Bf16 { half::bf16::from_f64(center).to_f32() } else { center as f32 };
         let mut levels: Vec<f32> =
-            snapped(&centers).into_iter().map(|center| of_dtype(center) + 0.0).filter(|level| level.is_finite()).collect();
+            snap_levels(&centers, &bins).into_iter().map(|center| of_dtype(center) + 0.0).filter(|level| level.is_finite()).collect();
         if zeros > 0 || levels.is_empty() {
             levels.push(0.0);
         }

@@ -99,6 +99,14 @@ impl Precision {
         self.is_auto
     }
 
+    /// Returns whether rounding reads more of the state than the part of one rank may have: with `auto`, and with settings that
+    /// weigh errors by sensitivity. Replicas on several ranks would be rounded differently.
+    pub fn needs_whole_state(&self) -> bool {
+        let is_sensitive =
+            |setting: &Setting| matches!(setting, Setting::KMeans(kmeans) if kmeans.error == crate::codec::LevelError::Sensitive);
+        self.is_auto || self.rules.iter().flat_map(|rule| &rule.settings).any(is_sensitive)
+    }
+
     /// The precision of a save that chose `profile`: its rules, followed by those of this precision.
     pub(crate) fn with_profile(&self, profile: Profile) -> Self {
         let mut chosen = match profile {

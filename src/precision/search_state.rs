@@ -30,8 +30,8 @@ pub struct StateBudget {
     /// Error of the optimizer's update: of Adam's m / (sqrt(v) + 1e-8), and of SGD's momentum.
     pub update: f64,
     /// Error of the weights, each number weighed by its squared gradient: the gradient that [`TensorView::with_gradient`] set, or
-    /// else the second moment. Without either, all numbers count alike. The weights are the masters, and model tensors
-    /// without a master.
+    /// else the second moment. Tensors without either keep the same limit by themselves, with all numbers alike. The weights are
+    /// the masters, and model tensors without a master.
     pub weights: f64,
 }
 
@@ -52,7 +52,8 @@ pub struct StatePrecision {
 
 /// Finds the settings with which a state takes the fewest bytes within a budget. Tries a sample of each tensor.
 ///
-/// Tried are masters, moments, and model tensors without a master, of f32 or bf16. All others stay exact.
+/// Tried are masters, moments, and model tensors without a master, of f32 or bf16. All others stay exact. Shards of tensors are
+/// an `Unsupported` error.
 ///
 /// ```
 /// use tensorcask::precision::{StateBudget, search_state};
@@ -76,18 +77,24 @@ pub fn search_state(tensors: &[TensorView<'_>], budget: StateBudget) -> Result<S
     }
     let mut parameters = Parameters::new();
     for tensor in tensors {
+        if tensor.rect().shape != tensor.shape() {
+            return Err(Error::unsupported("a search of settings needs whole tensors, not shards").tensor(tensor.name()));
+        }
         parameters.entry(tensor.param()).or_default().push(tensor);
     }
     let samples: Vec<Sample<'_>> = tensors.iter().filter_map(|tensor| Sample::of(tensor, &parameters)).collect();
     let trials = parallel::run(|| samples.par_iter().map(Sample::trials).collect::<Result<Vec<Vec<Trial>>>>())?;
     let mut chosen: Vec<usize> = vec![0; samples.len()];
-    for (kind, limit) in [(Kind::Adam, budget.update), (Kind::Momentum, budget.update), (Kind::Weights, budget.weights)] {
+    let kinds =
+        [(Kind::Adam, budget.update), (Kind::Momentum, budget.update), (Kind::Sensed, budget.weights), (Kind::Unsensed, budget.weights)];
+    for (kind, limit) in kinds {
         let members: Vec<usize> = (0..samples.len()).filter(|&at| samples[at].kind == kind).collect();
-        choose(&samples, &trials, &members, kind, limit, &mut chosen)?;
+        choose_settings(&samples, &trials, &members, kind, limit, &mut chosen)?;
     }
     let settings: Vec<Setting> = chosen.iter().zip(&trials).map(|(&at, trials)| trials[at].setting).collect();
     let error = |kind| joint_error(&samples, &settings, kind);
-    let errors = StateBudget { update: error(Kind::Adam)?.max(error(Kind::Momentum)?), weights: error(Kind::Weights)? };
+    let errors =
+        StateBudget { update: error(Kind::Adam)?.max(error(Kind::Momentum)?), weights: error(Kind::Sensed)?.max(error(Kind::Unsensed)?) };
     let bytes = chosen.iter().zip(&trials).map(|(&at, trials)| trials[at].bytes).sum::<f64>();
     let settings: BTreeMap<String, Setting> = samples.iter().map(|sample| sample.tensor.name().to_owned()).zip(settings).collect();
     Ok(StatePrecision {
@@ -104,7 +111,10 @@ pub fn search_state(tensors: &[TensorView<'_>], budget: StateBudget) -> Result<S
 enum Kind {
     Adam,
     Momentum,
-    Weights,
+    /// Weights with a gradient or second moment. Their errors are in its units.
+    Sensed,
+    /// Weights with neither, such as statistics of a batch norm.
+    Unsensed,
 }
 
 /// Tensors of each parameter.
@@ -142,11 +152,11 @@ impl<'a> Sample<'a> {
             "exp_avg" if has_moment("exp_avg_sq") => Kind::Adam,
             "exp_avg_sq" if has_moment("exp_avg") => Kind::Adam,
             "momentum" => Kind::Momentum,
-            "master" => Kind::Weights,
-            "model" if same("master").is_none() => Kind::Weights,
+            "master" => Kind::Unsensed,
+            "model" if same("master").is_none() => Kind::Unsensed,
             _ => return None,
         };
-        if tensor.dtype() != Dtype::F32 && (kind != Kind::Weights || tensor.dtype() != Dtype::Bf16) {
+        if tensor.dtype() != Dtype::F32 && (kind != Kind::Unsensed || tensor.dtype() != Dtype::Bf16) {
             return None;
         }
         let count = usize::try_from(tensor.rect().element_count()?).ok()?;
@@ -173,9 +183,9 @@ impl<'a> Sample<'a> {
         let row_elements = row.filter(|_| tensor.rect().shape.len() > 1).unwrap_or(0) as u64;
         let chunk =
             Chunk { role: tensor.role(), row_elements, ..Chunk::new(tensor.dtype(), taken as u64, part(tensor.dtype(), tensor.data())?) };
-        let sensitivities = match kind {
-            Kind::Weights => sensitivities(&Chunk { partners: &partners, ..chunk }).unwrap_or_default(),
-            Kind::Adam | Kind::Momentum => Vec::new(),
+        let (kind, sensitivities) = match sensitivities(&Chunk { partners: &partners, ..chunk }) {
+            Some(sensitivities) if kind == Kind::Unsensed => (Kind::Sensed, sensitivities),
+            _ => (kind, Vec::new()),
         };
         (taken > 0).then(|| Self { tensor, kind, chunk, partners, sensitivities, scale: count as f64 / taken as f64 })
     }
@@ -187,8 +197,8 @@ impl<'a> Sample<'a> {
     /// Tries every setting. The first one is lossless.
     fn trials(&self) -> Result<Vec<Trial>> {
         let errors: &[LevelError] = match self.kind {
-            Kind::Weights => &[LevelError::Relative, LevelError::Sensitive],
-            Kind::Adam | Kind::Momentum => &[LevelError::Relative],
+            Kind::Sensed => &[LevelError::Relative, LevelError::Sensitive],
+            Kind::Adam | Kind::Momentum | Kind::Unsensed => &[LevelError::Relative],
         };
         let pruned = [0u16, 100];
         let kmeans = levels().into_iter().flat_map(|kmeans| errors.iter().map(move |&error| KMeans { error, ..kmeans }));
@@ -209,7 +219,7 @@ impl<'a> Sample<'a> {
         let sums = match (self.kind, self.tensor.role()) {
             (Kind::Adam, "exp_avg") => updates([chunk.data, data], [partner("exp_avg_sq")?; 2]),
             (Kind::Adam, _) => updates([partner("exp_avg")?; 2], [chunk.data, data]),
-            (Kind::Momentum | Kind::Weights, _) => {
+            (Kind::Momentum | Kind::Sensed | Kind::Unsensed, _) => {
                 let weights = self.sensitivities.iter().copied().chain(std::iter::repeat(1.0));
                 let pairs = numbers(chunk.dtype, chunk.data).zip(numbers(chunk.dtype, data)).zip(weights);
                 let pairs = pairs.filter(|((x, y), _)| x.is_finite() && y.is_finite());
@@ -228,15 +238,22 @@ impl<'a> Sample<'a> {
 }
 
 /// Chooses a trial for each member: the fewest bytes with an error of at most `limit`.
-fn choose(samples: &[Sample<'_>], trials: &[Vec<Trial>], members: &[usize], kind: Kind, limit: f64, chosen: &mut [usize]) -> Result<()> {
+fn choose_settings(
+    samples: &[Sample<'_>],
+    trials: &[Vec<Trial>],
+    members: &[usize],
+    kind: Kind,
+    limit: f64,
+    chosen: &mut [usize],
+) -> Result<()> {
     const ROUNDS: usize = 8;
     // Both moments of a parameter change the same update.
     let counted = members.iter().filter(|&&at| samples[at].tensor.role() != "exp_avg_sq");
     let size: f64 = counted.map(|&at| samples[at].error(samples[at].chunk.data).map(|[_, size]| size)).sum::<Result<f64>>()?;
-    // Errors of both moments of a parameter add up only nearly. What exceeds the limit is taken from the budget.
+    // Errors of both moments of a parameter add up only nearly. If they exceed the limit, the budget shrinks.
     let mut budget = limit * limit * size;
     for _ in 0..ROUNDS {
-        within(trials, members, budget, chosen);
+        cheapest_within(trials, members, budget, chosen);
         let settings: Vec<Setting> = chosen.iter().zip(trials).map(|(&at, trials)| trials[at].setting).collect();
         let error = joint_error(samples, &settings, kind)?;
         if error <= limit {
@@ -249,7 +266,7 @@ fn choose(samples: &[Sample<'_>], trials: &[Vec<Trial>], members: &[usize], kind
 }
 
 /// The choice with the fewest bytes at the lowest price of the error for which all errors are within the budget.
-fn within(trials: &[Vec<Trial>], members: &[usize], budget: f64, chosen: &mut [usize]) {
+fn cheapest_within(trials: &[Vec<Trial>], members: &[usize], budget: f64, chosen: &mut [usize]) {
     let at_price = |price: f64| -> Vec<usize> {
         let cost = |trial: &Trial| trial.bytes + if trial.error > 0.0 { price * trial.error } else { 0.0 };
         let best = |trials: &Vec<Trial>| (0..trials.len()).min_by(|&a, &b| cost(&trials[a]).total_cmp(&cost(&trials[b]))).unwrap_or(0);
@@ -268,7 +285,7 @@ fn within(trials: &[Vec<Trial>], members: &[usize], budget: f64, chosen: &mut [u
             low = middle;
         }
     }
-    // What is left of the budget goes to single tensors.
+    // Single tensors use up the rest of the budget.
     let mut left = budget - error(&best);
     for (&at, trial) in members.iter().zip(&mut best) {
         let now = &trials[at][*trial];

@@ -40,6 +40,15 @@ impl CaskSource {
         }
     }
 
+    /// Whether both are the same cask. A log entry may hold several.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        let offset = |source: &Self| match source {
+            Self::Object { .. } => None,
+            Self::Inline { offset, .. } => Some(*offset),
+        };
+        self.path() == other.path() && offset(self) == offset(other)
+    }
+
     /// The whole cask, if it was read already.
     pub(crate) fn whole(&self) -> Option<&Bytes> {
         match self {

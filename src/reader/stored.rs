@@ -149,6 +149,9 @@ impl StoredPart {
                 chunks.push((part, number, chunk, these));
                 rest = others;
             }
+            if !rest.is_empty() && !part.chunks.is_empty() {
+                return Err(Error::invalid(format!("{} bytes for a part of {}", bytes.len(), part.bytes)));
+            }
         }
         parallel::run(|| {
             chunks.into_par_iter().try_for_each(|(part, number, chunk, bytes)| chunk.check(bytes).map_err(|e| part.locate(e, number)))
@@ -176,7 +179,7 @@ impl StoredPart {
     /// Appends the part that follows in the same shard, if its bytes follow too. Returns it otherwise.
     fn join(&mut self, next: Self) -> Option<Self> {
         let adjacent = match (self.chunks.last(), next.chunks.first()) {
-            (Some(last), Some(first)) => self.source.path() == next.source.path() && last.page.range.end == first.page.range.start,
+            (Some(last), Some(first)) => self.source.is(&next.source) && last.page.range.end == first.page.range.start,
             _ => self.place == next.place,
         };
         if !adjacent || self.elements.end != next.elements.start {

@@ -14,7 +14,7 @@ use super::layout::StateLayout;
 use super::pipeline::SavePipeline;
 use super::rounding::{stored_form, stored_form_alone};
 use crate::commit::Log;
-use crate::kernels::errors::{measure, updates};
+use crate::kernels::errors::updates;
 use crate::kernels::sketch::Sketch;
 use crate::precision::{PrecisionDecision, Profile, SampledErrors, StateSample};
 use crate::tensor::ChunkGrid;
@@ -117,10 +117,7 @@ fn weights_of(inputs: &[SaveInput<'_>; 2], at: ChunkRef, number: u64) -> Result<
     let mut chunk = SampledChunk::EMPTY;
     chunk.weights.add(number, dtype, original);
     for (input, squares) in inputs.iter().zip(&mut chunk.squares) {
-        let rounded = stored_form(input, at, None)?;
-        if rounded.errors.is_some() {
-            *squares = measure(original, &rounded.data).squares;
-        }
+        *squares = stored_form(input, at, None)?.errors.map_or(0.0, |errors| errors.squares);
     }
     Ok(chunk)
 }

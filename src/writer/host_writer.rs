@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::WriterOptions;
-use super::ranks::{Rank, RankPart, Unreadable, auto_is_refused, open_parent};
+use super::ranks::{Rank, RankPart, Unreadable, open_parent, parts_are_refused};
 use crate::chain::chain_of;
 use crate::commit::{
     Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest, refuse_features,
@@ -78,8 +78,8 @@ impl HostWriter {
         if world > MAX_RANK || ranks.iter().any(|rank| *rank >= world) {
             return Err(Error::invalid(format!("ranks {ranks:?} of {world}: ranks count from 0 to world - 1")));
         }
-        if options.precision.is_auto() {
-            return Err(auto_is_refused(world));
+        if options.precision.needs_whole_state() {
+            return Err(parts_are_refused(world));
         }
         let session = SessionName { run: log.store_file.run, session };
         let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());

@@ -123,6 +123,11 @@ impl<'a> SaveInput<'a> {
         if !self.precision(self.tensor(at)).setting.is_elementwise() {
             return Ok(None);
         }
+        // A master is rounded relative to its model weight, for which the same holds.
+        let model = self.layout.partner(at.tensor, "model", self.view(at).rect()).map(|(number, _)| &self.layout.tensors[number]);
+        if model.is_some_and(|model| !self.precision(model).setting.is_elementwise()) {
+            return Ok(None);
+        }
         // Rows that did not change may differ from a base with another setting.
         if self.settings.of(&self.tensor(at).description.name).is_some() {
             return Ok(None);

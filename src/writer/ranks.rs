@@ -75,13 +75,13 @@ enum StorePresence {
 impl Store {
     /// Opens a store for the saves of one rank. The coordinator must have opened the store for writing before. All
     /// ranks use the same policy; `Adaptive` decides by steps and counts alone, because no rank knows the sizes of all
-    /// ranks. Several ranks cannot use [`Precision::auto`](crate::Precision::auto).
+    /// ranks. Several ranks cannot use a precision that [needs the whole state](crate::Precision::needs_whole_state).
     pub async fn rank_writer(&self, rank: Rank, options: WriterOptions) -> Result<RankWriter> {
         if rank.rank >= rank.world || rank.world > MAX_RANK {
             return Err(Error::invalid(format!("rank {} of {}: ranks count from 0 to world - 1", rank.rank, rank.world)));
         }
-        if options.precision.is_auto() && rank.world > 1 {
-            return Err(auto_is_refused(rank.world));
+        if options.precision.needs_whole_state() && rank.world > 1 {
+            return Err(parts_are_refused(rank.world));
         }
         let log = Log::load(self).await?;
         Ok(RankWriter { part: RankPart::new(self, rank, options), log })
@@ -237,11 +237,12 @@ impl RankPart {
     }
 }
 
-/// The error of a job of several ranks with the precision `auto`: no rank sees the whole state, and replicas must be rounded
+/// The error of a job of several ranks with a precision that needs the whole state: no rank sees it, and replicas must be rounded
 /// alike.
-pub(super) fn auto_is_refused(world: u32) -> Error {
+pub(super) fn parts_are_refused(world: u32) -> Error {
     Error::unsupported(format!(
-        "the precision `auto` measures the whole state, but {world} ranks save parts of it; use lossless, near or compact"
+        "the precision `auto` and settings with `sensitive` measure the whole state, but {world} ranks save parts of it; use lossless, \
+         near, compact or other settings"
     ))
 }
 

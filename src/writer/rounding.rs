@@ -40,7 +40,8 @@ pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<
     let partner = model.or(sensitivity(input, at)?);
     let chunk = Chunk { base, partners: partner.as_slice(), ..input.codec_chunk(at, original)? };
     let mut rounded = round(precision, &chunk).map_err(|e| input.locate(at, e))?;
-    let first = partner_of("exp_avg").filter(|(first, _)| role == "exp_avg_sq" && first.description.dtype == Dtype::F32);
+    let is_f32 = |tensor: &LayoutTensor<'_>| tensor.description.dtype == Dtype::F32;
+    let first = partner_of("exp_avg").filter(|(first, _)| role == "exp_avg_sq" && is_f32(first) && is_f32(tensor));
     if let (Some(errors), Some((_, first))) = (&mut rounded.errors, first) {
         let stored = stored_form_alone(input, first)?;
         errors.update = updates([input.original(first)?, &stored.data], [original, &rounded.data]);
@@ -72,8 +73,8 @@ fn partner_of<'a>(input: &SaveInput<'a>, at: ChunkRef, role: &str) -> Option<(&'
     Some((&input.layout.tensors[number], ChunkRef { tensor: number, shard, chunk: at.chunk, base: None }))
 }
 
-/// What tells the sensitivity of the numbers of a parameter, if its setting asks: the gradient that the caller gave, or the second
-/// moment in the state. Rounding alone reads it, so it is taken as the caller has it.
+/// The chunk with the sensitivity of a weight, if its setting asks: the gradient that the caller gave, or the second moment in the
+/// state. Only rounding reads it, so it is taken as the caller has it.
 fn sensitivity<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Result<Option<Partner<'a>>> {
     let tensor = input.tensor(at);
     let Setting::KMeans(KMeans { error: LevelError::Sensitive, .. }) = input.precision(tensor).setting else { return Ok(None) };

@@ -196,3 +196,77 @@ async fn levels_stay_while_numbers_change_little_and_do_not_depend_on_the_base()
     }
     assert!(sizes[1..].iter().all(|size| size * 4 < sizes[0]), "{sizes:?}");
 }
+
+#[tokio::test]
+async fn a_tensor_without_gradients_does_not_decide_for_those_with_them() {
+    let count = 50_000u64;
+    let numbers = |scale: f32, seed: u64| bytes((0..count).map(move |i| ((i * (7919 + seed) % 49_999) as f32 / 49_999.0 - 0.5) * scale));
+    let (weights, first, second) = (numbers(0.04, 0), numbers(1e-4, 2), bytes((0..count).map(|i| 1e-8 + i as f32 * 1e-13)));
+    let variances = bytes((0..1000).map(|i| 1.0 + i as f32 * 1e-3));
+    let tensors = [
+        ("model.w", &weights, count),
+        ("optim.exp_avg.w", &first, count),
+        ("optim.exp_avg_sq.w", &second, count),
+        ("model.running_var", &variances, 1000),
+    ];
+    let state: Vec<TensorView<'_>> =
+        tensors.iter().map(|(name, data, count)| TensorView::new(*name, Dtype::F32, &[*count], data).unwrap()).collect();
+    let found = search_state(&state, StateBudget { update: 0.02, weights: 1e-3 }).unwrap();
+    let store = memory();
+    let options = WriterOptions { precision: found.precision, ..options(&[]) };
+    store.writer_with(options).await.unwrap().save(1, &state, &[], &Metadata::default()).await.unwrap();
+    for (name, data, _) in [tensors[0], tensors[3]] {
+        let pairs: Vec<(f32, f32)> = floats(data).into_iter().zip(floats(&stored(&store, name).await)).collect();
+        let [error, size] = pairs
+            .iter()
+            .fold([0.0; 2], |[error, size], (x, y)| [error + (f64::from(*x) - f64::from(*y)).powi(2), size + f64::from(*x).powi(2)]);
+        assert!((error / size).sqrt() <= 2e-3, "{name}: {}", (error / size).sqrt());
+    }
+    let shard = TensorView::shard("model.w", Dtype::F32, &[2 * count], tensorcask::Rect { offset: vec![0], shape: vec![count] }, &weights);
+    assert_eq!(search_state(&[shard.unwrap()], StateBudget { update: 0.1, weights: 0.1 }).unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+/// Mean squared error of a tensor that was rounded, relative to its mean square.
+async fn error_with(word: &str, numbers: &[f32]) -> f64 {
+    let data = bytes(numbers.iter().copied());
+    let view = TensorView::new("model.w", Dtype::F32, &[numbers.len() as u64], &data).unwrap();
+    let store = memory();
+    store.writer_with(options(&[word])).await.unwrap().save(1, &[view], &[], &Metadata::default()).await.unwrap();
+    let after = floats(&stored(&store, "model.w").await);
+    let errors: f64 = numbers.iter().zip(&after).map(|(x, y)| (f64::from(*x) - f64::from(*y)).powi(2)).sum();
+    errors / numbers.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>()
+}
+
+#[tokio::test]
+async fn levels_do_not_crowd_at_zero_where_numbers_cancel() {
+    // Every run of sorted numbers around zero has the mean zero.
+    let half = (1..40_000u32).map(|i| (i as f32 / 40_000.0).powi(2) * 0.1);
+    let symmetric: Vec<f32> = half.flat_map(|x| [x, -x]).collect();
+    let shifted: Vec<f32> = symmetric.iter().map(|x| if *x > 0.0 { x * 1.000_1 } else { *x }).collect();
+    let errors = [error_with("model=kmeans:16:protected=0", &symmetric).await, error_with("model=kmeans:16:protected=0", &shifted).await];
+    assert!(errors.iter().all(|error| *error < 0.1), "{errors:?}");
+}
+
+#[tokio::test]
+async fn tight_clusters_keep_their_levels() {
+    let numbers: Vec<f32> = (0..60_000u32).map(|i| (if i % 2 == 0 { 0.3 } else { 1.0 }) + (i % 997) as f32 * 1e-6).collect();
+    let error = error_with("model=kmeans:2:protected=0:absolute", &numbers).await;
+    // Evenly spread over a thousandth: a twelfth of its square, and a twentieth more.
+    let exact = 1e-6 / 12.0 / ((0.09 + 1.0) / 2.0);
+    assert!(error < exact * 1.1, "{error}, {exact} with the best levels");
+}
+
+#[tokio::test]
+async fn several_ranks_cannot_round_by_sensitivity() {
+    let store = memory();
+    store.writer(Policy::Full).await.unwrap();
+    for (words, is_refused) in
+        [("model=kmeans:16:sensitive", true), ("exp_avg=kmeans:4|kmeans:16:sensitive", true), ("model=kmeans:16", false)]
+    {
+        let rank = tensorcask::Rank { rank: 0, world: 2, attempt: 0 };
+        let writer = store.rank_writer(rank, options(&[words])).await;
+        assert_eq!(writer.err().map(|error| error.kind()), is_refused.then_some(ErrorKind::Unsupported), "{words}");
+        let alone = tensorcask::Rank { world: 1, ..rank };
+        assert!(store.rank_writer(alone, options(&[words])).await.is_ok());
+    }
+}

@@ -196,6 +196,7 @@ async fn encode_taken(
     taken: Vec<TakenSlot<'_>>,
 ) -> Result<Turn> {
     let generations: Vec<u64> = taken.iter().map(TakenSlot::generation).collect();
+    let saves = saves_of(&taken)?;
     let Some(first) = taken.first() else { return Ok(Turn::Idle) };
     let (begun, step) = (Instant::now(), first.step()?);
     let generation = first.generation();
@@ -207,13 +208,13 @@ async fn encode_taken(
     memory.send_ahead(ahead.as_ref());
     memory.set_previous_save(run.read(|state, _| state.saves.last_committed()));
     let saved = match &states {
-        Ok(states) => encode(memory, states, rows, &saves_of(&taken)?).instrument(span.clone()).await,
+        Ok(states) => encode(memory, states, rows, &saves).instrument(span.clone()).await,
         Err(error) => Err(Error::new(error.kind(), error.to_string())),
     };
     memory.send_ahead(None);
     let error = match saved {
         Ok(EncodedSnapshot { saved, left_out }) => {
-            rows.on_encoded(&saves_of(&taken)?, &left_out);
+            rows.on_encoded(&saves, &left_out);
             // Marked as encoded before any slot is released: a later agent then releases the slots instead of waiting
             // for all ranks.
             taken.iter().zip(arenas).try_for_each(|(taken, arena)| arena.raise_encoded(taken.generation()))?;

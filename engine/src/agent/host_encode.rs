@@ -308,9 +308,10 @@ impl HostEncoder {
         }
         let generations: Vec<RankGeneration> =
             ranks.clone().zip(&taken).map(|(rank, taken)| RankGeneration { rank, generation: taken.generation() }).collect();
+        let saves = saves_of(&taken)?;
         let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("the store was not opened for writing"))?;
         let saved = match states_of(&taken) {
-            Ok(states) => save(writer, at, parent, ranks.start, &states, &self.rows, &saves_of(&taken)?).await,
+            Ok(states) => save(writer, at, parent, ranks.start, &states, &self.rows, &saves).await,
             Err(error) => Err(error),
         };
         let (pruned, mut will_have_room) = (self.pruned, false);
@@ -322,7 +323,7 @@ impl HostEncoder {
         }
         let stored_bytes = match saved {
             Ok((stored_bytes, left_out)) => {
-                self.rows.on_encoded(&saves_of(&taken)?, &left_out);
+                self.rows.on_encoded(&saves, &left_out);
                 stored_bytes
             }
             // No commit will make room.
