@@ -23,18 +23,20 @@ fn main() {
     if std::env::args().nth(1).as_deref() == Some(LAUNCH) {
         return launch();
     }
-    let arguments = Arguments::parse(&["gib", "rounds", "folder"]);
+    let arguments = Arguments::parse(&["gib", "rounds", "folder", "later"]);
     let program = program();
     let bytes = (arguments.number("gib", 1.0) * (1u64 << 30) as f64) as u64;
     let rounds = arguments.number("rounds", 3.0) as usize;
+    // Step of the delta, whose base is step 1000.
+    let later = (arguments.number("later", 1001.0) as u64).to_string();
     let folder = match arguments.text("folder") {
         Some(folder) => tempfile::tempdir_in(folder).unwrap(),
         None => tempfile::tempdir().unwrap(),
     };
     let path = |name: &str| folder.path().join(name);
 
-    let second = synthetic(bytes, &arguments.data().join("step-1001.safetensors"));
-    write_safetensors(&second, &path("1001.safetensors"), false);
+    let second = synthetic(bytes, &arguments.data().join(format!("step-{later}.safetensors")));
+    write_safetensors(&second, &path("later.safetensors"), false);
     drop(second);
     let first = synthetic(bytes, &arguments.data().join("step-1000.safetensors"));
     let size = bytes_of(&first);
@@ -47,8 +49,8 @@ fn main() {
             1,
             &mut [
                 ("memcpy", &mut || median((0..3).map(|_| memcpy.seconds(first.iter().map(|tensor| tensor.data.as_slice()))).collect())),
-                ("safetensors", &mut || quiet(size, || write_safetensors(&first, &path("1000.safetensors"), true))),
-                ("copy", &mut || quiet(size, || copy(&path("1000.safetensors"), &path("copy")))),
+                ("safetensors", &mut || quiet(size, || write_safetensors(&first, &path("base.safetensors"), true))),
+                ("copy", &mut || quiet(size, || copy(&path("base.safetensors"), &path("copy")))),
             ],
         );
         times.push(others);
@@ -58,17 +60,17 @@ fn main() {
             settle(size);
             run(&program, words, &store)
         };
-        let input = |step: &str| path(&format!("{step}.safetensors")).to_str().unwrap().to_owned();
+        let input = |name: &str| path(&format!("{name}.safetensors")).to_str().unwrap().to_owned();
         let output = path("restored").to_str().unwrap().to_owned();
-        for (nth, step) in ["1000", "1001"].into_iter().enumerate() {
-            let (usage, said) = run(&["save", "STORE", "--json", "--policy", "consecutive", "--step", step, &input(step)]);
+        for (nth, (step, name)) in [("1000", "base"), (later.as_str(), "later")].into_iter().enumerate() {
+            let (usage, said) = run(&["save", "STORE", "--json", "--policy", "consecutive", "--step", step, &input(name)]);
             children[nth].push(usage);
             let said: Value = serde_json::from_slice(&said).unwrap();
             stored[nth] = said["stored_bytes"].as_u64().unwrap();
             assert_eq!(said["kind"], ["base", "delta"][nth]);
         }
-        children[2].push(run(&["restore", "STORE", "--step", "1001", "--output", &output]).0);
-        assert_same(&path("1001.safetensors"), &path("restored"));
+        children[2].push(run(&["restore", "STORE", "--step", &later, "--output", &output]).0);
+        assert_same(&path("later.safetensors"), &path("restored"));
         std::fs::remove_dir_all(&store).unwrap();
         std::fs::remove_file(path("restored")).unwrap();
     }
@@ -107,9 +109,8 @@ fn main() {
     row("memcpy", memcpy, None, None, None);
     row("`safetensors::serialize_to_file`, fsync (in process)", column(1), None, Some(size), None);
     row("copy of a file, fsync", column(2), None, Some(size), None);
-    for (nth, name) in
-        ["`tensorcask save`, base", "`tensorcask save`, delta of one step", "`tensorcask restore` of the delta"].into_iter().enumerate()
-    {
+    let delta = format!("`tensorcask save`, delta of step {later} on step 1000");
+    for (nth, name) in ["`tensorcask save`, base", &delta, "`tensorcask restore` of the delta"].into_iter().enumerate() {
         let wall = median(children[nth].iter().map(|usage| usage.seconds).collect());
         let peak = children[nth].iter().map(|usage| usage.peak_bytes).max();
         let user = median(children[nth].iter().map(|usage| usage.user_seconds).collect());

@@ -158,10 +158,10 @@ def newest_state(folder, whole, up_to):
     return max(((step, path) for step, path in found.items() if step <= up_to), default=None)
 
 
-def train(name, recipe, folder, steps_divisor):
+def train(name, recipe, folder, steps_divisor, until):
     """Trains up to each step whose file is missing, from the newest state up to it. The files are the same as those of one run."""
     make, sizes, method, rate, steps, whole = recipe
-    steps, whole = sorted({step // steps_divisor for step in steps}), {step // steps_divisor for step in whole}
+    steps, whole = sorted({step // steps_divisor for step in steps if step <= until}), {step // steps_divisor for step in whole}
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, loss_of = make(**sizes)
@@ -209,8 +209,10 @@ def main():
     parser.add_argument("--only", choices=["gpt", "experts", "recommender"])
     parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
     parser.add_argument("--small", action="store_true", help="only gpt, with 0.43 M parameters in place of 5.85 M")
+    parser.add_argument("--until", type=int, default=10**9, metavar="STEP", help="leave out later steps")
+    parser.add_argument("--threads", type=int, default=THREADS, help="sums depend on it [%(default)s]")
     arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True)
     # Filling all new memory would take a quarter of the time, and nothing here reads memory before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -219,7 +221,7 @@ def main():
     print(f"text of {len(tokens):,} tokens", flush=True)
     for name, recipe in recipes(tokens, arguments.small).items():
         if name == "gpt" if arguments.small else arguments.only in (None, name):
-            train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1)
+            train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1, arguments.until)
     if (arguments.folder / "gpt").exists():
         write_slices(arguments.folder / "gpt", arguments.folder)
 
