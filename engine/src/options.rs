@@ -186,8 +186,8 @@ impl EngineOptions {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));
         }
         if self.precision.needs_whole_state() && self.world > 1 {
-            let message = "the precision `auto` and settings with `sensitive` measure the whole state; with several ranks, use lossless, near or compact, \
-                           or other settings";
+            let message = "the precision `auto` and settings with `sensitive` measure the whole state; with several ranks, \
+                           use lossless, near or compact, or other settings";
             return Err(Error::unsupported(message));
         }
         if self.hosts.is_some() && (self.encode == Encode::Inline || !self.next_tiers.is_empty()) {

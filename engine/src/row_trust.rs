@@ -20,7 +20,8 @@ pub(crate) struct SaveOfRank {
     pub generation: u64,
 }
 
-/// What is known of the ranks of this host, by position. Keep it as long as the process: it does not depend on a writer.
+/// Last encoded save and trust of each rank of this host, by position. It lives as long as the process: it does not depend on a
+/// writer.
 #[derive(Debug, Default)]
 pub(crate) struct RowTrust {
     first_rank: u32,
@@ -109,6 +110,7 @@ mod tests {
         trust.on_encoded(&[save(2, 7), save(2, 7)], &LeftOut::new());
         assert!(trust.accepts(1, save(2, 8), 7));
     }
+
     const ROWS: usize = 30;
 
     /// A trainer with the versions of its rows, and the states that wait for the agent.

@@ -1,4 +1,4 @@
-//! Where the bytes of tensors are, and the check of bytes that Python has mapped.
+//! Places of the bytes of tensors, and the check of bytes that Python has mapped.
 
 use std::path::PathBuf;
 

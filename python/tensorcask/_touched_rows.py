@@ -33,9 +33,9 @@ class TouchedRows(RowSource):
             its moments go on moving a row. Optimizers without a table are ignored.
 
     Pass the object to :meth:`tensorcask.Store.save`, :func:`tensorcask.save`, :meth:`tensorcask.Store.writer` or
-    :meth:`tensorcask.Engine.save`. The tables and their moments are found in the state by their memory, so their names do not matter. A copy, such as a moving
-    average, is compared with its base as usual. One object serves several stores and engines: for each, it names the rows
-    since the last save there that succeeded.
+    :meth:`tensorcask.Engine.save`. The tables and their moments are found in the state by their memory, so their names do not
+    matter. A copy, such as a moving average, is compared with its base as usual. One object serves several stores and engines:
+    for each, it names the rows since the last save there that succeeded.
 
     A table is compared as a whole in the next save if it changed outside of a step: by ``load_state_dict``,
     ``load(out=...)``, ``max_norm`` or any operation of PyTorch in place. A change through ``weight.data`` or numpy is not

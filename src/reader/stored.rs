@@ -1,4 +1,4 @@
-//! Where the bytes of a tensor are: in files that can be mapped, in a log entry, or in a form that must be decoded.
+//! Places of the bytes of a tensor: in files that can be mapped, in a log entry, or in a form that must be decoded.
 //!
 //! Reads indexes and no tensor. `view` maps the parts that this module finds, and the Python package maps them itself.
 

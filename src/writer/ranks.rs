@@ -241,8 +241,8 @@ impl RankPart {
 /// alike.
 pub(super) fn parts_are_refused(world: u32) -> Error {
     Error::unsupported(format!(
-        "the precision `auto` and settings with `sensitive` measure the whole state, but {world} ranks save parts of it; use lossless, near or compact, \
-         or other settings"
+        "the precision `auto` and settings with `sensitive` measure the whole state, but {world} ranks save parts of it; \
+         use lossless, near or compact, or other settings"
     ))
 }
 
