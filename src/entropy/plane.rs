@@ -69,7 +69,10 @@ enum Choice {
     Raw,
     Constant,
     Runs,
-    Huffman { own: bool },
+    /// The shared code.
+    Shared,
+    /// A code for this block alone.
+    Own(Lengths),
 }
 
 /// Encodes `symbols` as a column.
@@ -109,11 +112,12 @@ pub(super) fn encode_blocks(symbols: &[u8], out: &mut Vec<u8>) {
     }
     let histograms: Vec<Histogram> = blocks().map(count).collect();
     let total = sum(&histograms);
-    let mut writer = Writer::new(&total, 0);
+    let mut writer = Writer { is_alone: histograms.len() == 1, ..Writer::new(&total, 0) };
     let exponent = symbols.len().next_power_of_two().trailing_zeros() as u8;
     if histograms.len() > 1 && BLOCK_EXPONENTS.contains(&exponent) && writer.is_skewed(&total) {
         // The tables of the parts of a split block are its own, so one block is better than several.
         out[exponent_at] = exponent;
+        writer.is_alone = true;
         writer.put_best(symbols, &total, out);
         return;
     }
@@ -141,6 +145,8 @@ struct Writer {
     huffman: Option<PreparedCode>,
     /// Number of blocks that the blocks lie in.
     depth: u8,
+    /// Whether there is only one block. The shared code is then the best code for it.
+    is_alone: bool,
 }
 
 /// Sampled counts include one in this many symbols.
@@ -178,7 +184,7 @@ impl Writer {
     /// Prepares a shared code for symbols with this histogram.
     fn new(total: &Histogram, depth: u8) -> Self {
         let several = total.iter().filter(|&&n| n > 0).count() > 1;
-        Self { shared: several.then(|| Lengths::new(total)), huffman: None, depth }
+        Self { shared: several.then(|| Lengths::new(total)), depth, ..Self::default() }
     }
 
     /// Whether a Huffman code takes so much more than the entropy that a split block is better: it spends at least one
@@ -262,9 +268,11 @@ impl Writer {
                 out.push(RUNS);
                 runs::encode(block, out);
             }
-            Choice::Huffman { own } => {
-                let wanted = if own { Some(Lengths::new(histogram)) } else { self.shared.clone() };
-                self.put_huffman(block, wanted, out);
+            Choice::Shared => {
+                self.put_huffman(block, self.shared.clone(), out);
+            }
+            Choice::Own(code) => {
+                self.put_huffman(block, Some(code), out);
             }
         }
     }
@@ -289,7 +297,7 @@ impl Writer {
     /// Appends a block that lies in a block.
     fn put_part(&self, symbols: &[u8], out: &mut Vec<u8>) {
         let histogram = count(symbols);
-        Self::new(&histogram, self.depth + 1).put_best(symbols, &histogram, out);
+        Self { is_alone: true, ..Self::new(&histogram, self.depth + 1) }.put_best(symbols, &histogram, out);
     }
 
     /// Appends a block in a Huffman code. Returns whether every symbol has a code.
@@ -318,20 +326,22 @@ impl Writer {
         if let Some(lengths) = &self.shared {
             let table = if self.huffman.as_ref().is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
             let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
-            offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
+            offer(&mut best, shared.saturating_add(table), Choice::Shared);
             let entropy = entropy_bits / 8;
             // A new table takes time to build, for the writer and every reader, so it must save enough.
-            if entropy + entropy / 64 + 128 < shared {
+            if !self.is_alone && entropy + entropy / 64 + 128 < shared {
                 let own = Lengths::new(histogram);
                 let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
                 if bytes + bytes / 64 < shared {
-                    offer(&mut best, bytes, Choice::Huffman { own: true });
+                    offer(&mut best, bytes, Choice::Own(own));
                 }
             }
         }
         let most = histogram.iter().max().copied().unwrap_or(0);
+        // A split block is tried later, so runs must take less than it is expected to take.
+        let limit = if self.depth < MAX_DEPTH { best.0.min(split_bytes(entropy_bits)) } else { best.0 };
         if (u64::from(most) * 8 > block.len() as u64 * 7 || runs::are_likely(block))
-            && let Some(bytes) = runs::size(block, best.0 as usize)
+            && let Some(bytes) = runs::size(block, limit as usize)
         {
             offer(&mut best, bytes as u64, Choice::Runs);
         }

@@ -1,7 +1,7 @@
 //! Huffman streams: codes of at most 11 bits, least significant bit first, several streams per block.
 //!
-//! One look-up of 11 bits yields all whole symbols in them. The decoder runs one stream for a burst of five look-ups,
-//! then the next stream. The processor overlaps the bursts.
+//! One look-up of 11 bits yields all whole symbols in them. The decoder takes one look-up of each stream in turn, five
+//! times between refills, so the processor overlaps the look-ups of different streams.
 
 use super::Level;
 use super::bits::BitWriter;
@@ -179,45 +179,106 @@ mod x86 {
     }
 }
 
-/// Entry of each 11-bit window, from the lowest bits: the number of bits of its whole symbols (8 bits), up to 6 symbols
-/// (48 bits), and the number of symbols (8 bits).
+/// Decoding table of a code.
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
+    /// Entry of each window of 11 bits, from the lowest bits: the number of bits of its whole symbols (8 bits), up to 6
+    /// symbols (48 bits), and the number of symbols (8 bits).
     many: Box<[u64; 1 << MAX_BITS]>,
-    /// Symbol and length of the first code in each window.
-    one: Box<[(u8, u8); 1 << MAX_BITS]>,
+    length: [u8; 256],
 }
 
 impl Table {
     /// Builds the table of a complete code.
     pub(crate) fn new(codes: &Codes) -> Self {
-        let mut one = Box::new([(0u8, 1u8); 1 << MAX_BITS]);
-        for symbol in 0..=255u8 {
-            let i = usize::from(symbol);
-            let length = codes.length[i];
-            if length > 0 {
-                let first = usize::from(codes.low[i]) | usize::from(codes.high[i]) << 8;
-                for slot in one.iter_mut().skip(first).step_by(1 << length) {
-                    *slot = (symbol, length);
-                }
-            }
-        }
         let mut many = Box::new([0u64; 1 << MAX_BITS]);
-        for (window, slot) in many.iter_mut().enumerate() {
-            let (mut symbols, mut used, mut count) = (0u64, 0u32, 0u32);
-            while count < 6 {
-                let (symbol, length) = one[window >> used];
-                if used + u32::from(length) > MAX_BITS {
-                    break;
-                }
-                symbols |= u64::from(symbol) << (8 * count);
-                used += u32::from(length);
-                count += 1;
-            }
-            *slot = u64::from(used) | symbols << 8 | u64::from(count) << 56;
-        }
-        Self { many, one }
+        fill_entries(&codes.length, &mut many);
+        Self { many, length: codes.length }
     }
+
+    /// Symbol and length of the first code in a window.
+    fn first(&self, window: usize) -> (u8, u8) {
+        let symbol = (self.many[window] >> 8) as u8;
+        (symbol, self.length[usize::from(symbol)])
+    }
+}
+
+super::for_every_level! {
+    /// Fills in the entries of all windows of a complete code.
+    fn fill_entries / fill_entries_at(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) = fill_entries_any;
+}
+
+/// An entry is the first symbol, then the entry of the bits after it, a shorter window. So short windows come first.
+#[inline(always)]
+fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
+    // Symbols by length, which is the order of their codes, and the position of the first symbol of each length.
+    let mut counts = [0u16; 256];
+    lengths.iter().for_each(|&length| counts[usize::from(length)] = counts[usize::from(length)].wrapping_add(1));
+    let mut starts = [0usize; MAX_BITS as usize + 2];
+    for length in 1..=MAX_BITS as usize {
+        starts[length + 1] = starts[length].wrapping_add(usize::from(counts[length]));
+    }
+    let (mut symbols, mut next) = ([0u8; 256], starts);
+    for (symbol, &length) in (0..=255u8).zip(lengths).filter(|(_, length)| **length > 0) {
+        let slot = &mut next[usize::from(length)];
+        symbols[*slot] = symbol;
+        *slot = slot.wrapping_add(1);
+    }
+    // Bit n is set if entries of windows of n bits are needed.
+    let mut needed = 1u32 << MAX_BITS;
+    for bits in (1..=MAX_BITS).rev() {
+        let is_needed = needed >> bits & 1;
+        let lengths = (1..=bits).filter(|&length| counts[length as usize] > 0);
+        needed |= lengths.fold(0, |rests, length| rests | is_needed << (bits - length));
+    }
+    // Entries of windows of n bits begin at 2^n. The first bit of a window is the top bit of its index here, so windows
+    // that begin with one code lie side by side. A window without a whole symbol has the entry 0.
+    let mut entries = [0u64; 2 << MAX_BITS];
+    for bits in (1..=MAX_BITS).filter(|bits| needed >> bits & 1 != 0) {
+        let (before, here) = entries.split_at_mut(1 << bits);
+        let mut here = &mut here[..1 << bits];
+        for length in (1..=bits).filter(|&length| counts[length as usize] > 0) {
+            let rest = 1 << (bits - length);
+            let after = &before[rest..2 * rest];
+            let symbols = &symbols[starts[length as usize]..starts[length as usize + 1]];
+            let (own, others) = here.split_at_mut(symbols.len().wrapping_mul(rest));
+            for (own, &symbol) in own.chunks_exact_mut(rest).zip(symbols) {
+                if counts[1] > 0 {
+                    own.iter_mut().zip(after).for_each(|(slot, &after)| *slot = prepend_to_many(symbol, length, after, lengths));
+                } else {
+                    own.iter_mut().zip(after).for_each(|(slot, &after)| *slot = prepend(symbol, length, after));
+                }
+            }
+            here = others;
+        }
+    }
+    // In a stream, the first bit is the lowest one.
+    const LOW: u32 = 5;
+    let reversed = |value: usize, bits: u32| value.reverse_bits() >> (usize::BITS - bits);
+    let by_low: [usize; 1 << LOW] = std::array::from_fn(|low| reversed(low, LOW) << (MAX_BITS - LOW));
+    let last = &entries[1 << MAX_BITS..];
+    for (high, slots) in out.chunks_exact_mut(1 << LOW).enumerate() {
+        let last = &last[reversed(high, MAX_BITS - LOW)..];
+        for (slot, low) in slots.iter_mut().zip(by_low) {
+            *slot = last[low];
+        }
+    }
+}
+
+/// Returns the entry of a symbol of `length` bits, followed by those of another entry, which has room for it.
+#[inline(always)]
+fn prepend(symbol: u8, length: u32, after: u64) -> u64 {
+    let symbols = (after & 0x0000_ffff_ffff_ff00) << 8 | u64::from(symbol) << 8;
+    (after & (0xff << 56 | 0xff)).wrapping_add(1 << 56 | u64::from(length)) | symbols
+}
+
+/// Like [`prepend`]. Of a full entry, the last symbol is dropped.
+#[inline(always)]
+fn prepend_to_many(symbol: u8, length: u32, after: u64, lengths: &[u8; 256]) -> u64 {
+    const MOST_SYMBOLS: u64 = 6;
+    let is_full = u64::from(after >> 56 == MOST_SYMBOLS).wrapping_neg();
+    let last = 1 << 56 | u64::from(lengths[usize::from((after >> 48) as u8)]);
+    prepend(symbol, length, after.wrapping_sub(last & is_full))
 }
 
 /// Position of a reader in one stream.
@@ -295,23 +356,25 @@ fn bursts_any<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Read
             break;
         }
         for _ in 0..rounds {
-            for reader in &mut local {
+            let mut bits: [u64; N] = std::array::from_fn(|i| {
                 // SAFETY: each of the rounds moves `at` by 7 bytes at most, and there were 8 times as many bytes as rounds.
-                let word = u64::from_le(unsafe { streams.as_ptr().add(reader.at).cast::<u64>().read_unaligned() });
-                let mut bits = (word | SENTINEL) >> (reader.used & 7);
-                let mut to = reader.out;
-                for _ in 0..BURST {
-                    let entry = table[(bits & ((1 << MAX_BITS) - 1)) as usize];
+                let word = u64::from_le(unsafe { streams.as_ptr().add(local[i].at).cast::<u64>().read_unaligned() });
+                (word | SENTINEL) >> (local[i].used & 7)
+            });
+            for _ in 0..BURST {
+                for (reader, bits) in local.iter_mut().zip(&mut bits) {
+                    let entry = table[(*bits & ((1 << MAX_BITS) - 1)) as usize];
                     // SAFETY: a look-up writes 8 bytes and advances by 6 at most, so five stay within BURST_OUT bytes from
                     // `reader.out`; there is room for that in every round before `end`, and `end` is within `out`.
-                    unsafe { out.as_mut_ptr().add(to).cast::<[u8; 8]>().write_unaligned((entry >> 8).to_le_bytes()) };
-                    bits >>= entry & 63;
-                    to = to.wrapping_add((entry >> 56) as usize);
+                    unsafe { out.as_mut_ptr().add(reader.out).cast::<[u8; 8]>().write_unaligned((entry >> 8).to_le_bytes()) };
+                    *bits >>= entry & 63;
+                    reader.out = reader.out.wrapping_add((entry >> 56) as usize);
                 }
+            }
+            for (reader, bits) in local.iter_mut().zip(bits) {
                 let gone = bits.leading_zeros();
                 reader.at = reader.at.wrapping_add((gone >> 3) as usize);
                 reader.used = gone & 7;
-                reader.out = to;
             }
         }
     }
@@ -327,7 +390,7 @@ fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut 
         ((byte(0) | byte(1) << 8 | byte(2) << 16) >> (position % 8)) & ((1 << MAX_BITS) - 1)
     };
     for slot in &mut out[reader.out..reader.end] {
-        let (symbol, length) = table.one[window(position)];
+        let (symbol, length) = table.first(window(position));
         *slot = symbol;
         position += usize::from(length);
     }
@@ -338,6 +401,52 @@ fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A complete code with the given lengths of symbols 0, 1, 2 ..., in ascending order.
+    fn codes_of(lengths: &[u8]) -> Codes {
+        let mut codes = Codes { low: [0; 256], high: [0; 256], length: [0; 256] };
+        let mut next = 0u32;
+        for (i, &length) in lengths.iter().enumerate() {
+            let code = (next >> (MAX_BITS - u32::from(length))).reverse_bits() >> (32 - u32::from(length));
+            next += 1 << (MAX_BITS - u32::from(length));
+            (codes.low[i], codes.high[i], codes.length[i]) = (code as u8, (code >> 8) as u8, length);
+        }
+        assert_eq!(next, 1 << MAX_BITS, "the code is complete");
+        codes
+    }
+
+    #[test]
+    fn each_entry_has_the_whole_symbols_of_its_window() {
+        let chain: Vec<u8> = (1..=11).chain([11]).collect();
+        let even = [8; 256];
+        let mixed = [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 10, 10];
+        for lengths in [&[1, 1][..], &[1, 2, 2], &chain, &even, &mixed] {
+            let codes = codes_of(lengths);
+            let table = Table::new(&codes);
+            for level in Level::available() {
+                let mut many = [0; 1 << MAX_BITS];
+                fill_entries_at(level, &codes.length, &mut many);
+                assert!(many == *table.many, "{level:?}, {lengths:?}");
+            }
+            let starts = |window: usize, left: u32, i: usize| {
+                let (length, code) = (u32::from(codes.length[i]), usize::from(codes.low[i]) | usize::from(codes.high[i]) << 8);
+                length > 0 && length <= left && window & ((1 << length) - 1) == code
+            };
+            for window in 0..1usize << MAX_BITS {
+                let (mut bits, mut found) = (0, vec![]);
+                while found.len() < 6
+                    && let Some(symbol) = (0..256).find(|&i| starts(window >> bits, MAX_BITS - bits, i))
+                {
+                    bits += u32::from(codes.length[symbol]);
+                    found.push(symbol as u8);
+                }
+                let entry = table.many[window].to_le_bytes();
+                assert_eq!((u32::from(entry[0]), usize::from(entry[7])), (bits, found.len()), "{lengths:?}, window {window:011b}");
+                assert_eq!(entry[1..=found.len()], found);
+                assert_eq!(table.first(window), (found[0], codes.length[usize::from(found[0])]));
+            }
+        }
+    }
 
     #[test]
     fn every_level_writes_the_same_stream() {

@@ -181,6 +181,7 @@ pub(crate) mod remainder;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod replay;
 pub(crate) mod row_hash;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod runs;
 #[cfg(target_arch = "x86_64")]
 mod shuffles;

@@ -3,6 +3,22 @@
 /// Number of symbols that are compared as a whole. Most groups of long runs have no end.
 const GROUP: usize = 64;
 
+super::for_every_level! {
+    /// Counts the symbols that differ from the next one.
+    pub(crate) fn count_changes / count_changes_at(symbols: &[u8]) -> usize = count_changes_any;
+}
+
+#[inline(always)]
+fn count_changes_any(symbols: &[u8]) -> usize {
+    let Some((_, next)) = symbols.split_first() else { return 0 };
+    let here = &symbols[..next.len()];
+    // At most 64 changes in a group, so its sum fits into a byte.
+    let of_group = |(here, next): (&[u8], &[u8])| here.iter().zip(next).fold(0u8, |sum, (a, b)| sum.wrapping_add(u8::from(a != b)));
+    let groups = here.as_chunks::<GROUP>().0.iter().zip(next.as_chunks::<GROUP>().0);
+    let rest = (here.as_chunks::<GROUP>().1, next.as_chunks::<GROUP>().1);
+    groups.map(|(here, next)| usize::from(of_group((here, next)))).fold(usize::from(of_group(rest)), usize::wrapping_add)
+}
+
 /// Calls `act` with each symbol that differs from the next one, and the position of the next one, until it returns false.
 /// Returns whether it never did.
 #[allow(clippy::little_endian_bytes, reason = "a kernel: the position of a byte in a word is its order")]
