@@ -43,9 +43,30 @@ super::for_every_level! {
     pub(crate) fn exponents / exponents_at(width: usize, exponent: Exponent, units: &[u8], out: &mut [u8]) = exponents_any;
 }
 super::for_every_level! {
-    /// Replaces each exponent by its class: the number of `bounds` below the exponent. Unused bounds are 255.
-    pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
+    #[allow(dead_code, reason = "its caller knows the level")]
+    /// Compares each exponent with all bounds.
+    fn compare / compare_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = compare_any;
 }
+
+/// Replaces each exponent by its class: the number of `bounds` below the exponent. Unused bounds are 255.
+pub(crate) fn classes(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
+    classes_at(Level::best(), exponents, bounds);
+}
+
+fn classes_at(level: Level, exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
+    let rest = match level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => {
+            let mut table: [u8; 256] = std::array::from_fn(|exponent| exponent as u8);
+            compare_at(level, &mut table, bounds);
+            // SAFETY: the level says that the features were detected.
+            unsafe { x86::look_up(&table, exponents) }
+        }
+        _ => exponents,
+    };
+    compare_at(level, rest, bounds);
+}
+
 /// Fills `tokens` with the token of each unit's difference from the base's unit. Returns the extra bits of all
 /// differences as a bit stream.
 pub(crate) fn encode(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
@@ -112,6 +133,24 @@ mod x86 {
         // SAFETY: a load of 64 bytes from an array of 64.
         let tokens = unsafe { _mm512_loadu_si512(tokens.as_ptr().cast()) };
         _mm512_cmpge_epu8_mask(tokens, _mm512_set1_epi8(least as i8))
+    }
+
+    /// Replaces whole groups of 64 bytes by their entries in a table. Returns the remaining bytes.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    pub(super) fn look_up<'a>(table: &[u8; 256], bytes: &'a mut [u8]) -> &'a mut [u8] {
+        // SAFETY: four loads of 64 bytes within 256.
+        let table: [__m512i; 4] = std::array::from_fn(|i| unsafe { _mm512_loadu_si512(table.as_ptr().add(64 * i).cast()) });
+        let (groups, rest) = bytes.as_chunks_mut::<64>();
+        for group in groups {
+            // SAFETY: a load of 64 bytes from an array of 64.
+            let at = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
+            let low = _mm512_permutex2var_epi8(table[0], at, table[1]);
+            let high = _mm512_permutex2var_epi8(table[2], at, table[3]);
+            let found = _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high);
+            // SAFETY: a store of 64 bytes to an array of 64.
+            unsafe { _mm512_storeu_si512(group.as_mut_ptr().cast(), found) };
+        }
+        rest
     }
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
@@ -223,7 +262,7 @@ fn exponents_width<U: Unit<W>, const W: usize>(exponent: Exponent, units: &[u8],
 }
 
 #[inline(always)]
-fn classes_any(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
+fn compare_any(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
     for slot in exponents.iter_mut() {
         let mut class = 0u8;
         for &bound in bounds {

@@ -1,9 +1,8 @@
 //! Groups symbols by class, in their order, and restores the original sequence.
 //!
 //! The form for AVX-512 compresses (and expands) 64 symbols in registers, once per class. The memory form of vector
-//! compress is ten times slower on some processors. The form for AVX2 moves 8 symbols at a time by a byte shuffle that a
-//! table gives for the mask of a class. The other forms of the inverse restore [`RUNS`] runs of symbols in turn, so that
-//! no symbol waits for the position that the symbol before it, often of the same class, has just advanced.
+//! compress is ten times slower on some processors. The other forms take a symbol of each of [`RUNS`] runs in turn, so
+//! that no symbol waits for the position that the symbol before it, often of the same class, has just advanced.
 
 use super::Level;
 use super::ordered::MAX_CLASSES;
@@ -64,6 +63,16 @@ fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES
     members
 }
 
+/// Stores a symbol at the next position of its class.
+#[inline(always)]
+fn put(symbols: &mut [u8], next: &mut [usize; MAX_CLASSES], class: u8, symbol: u8) {
+    let next = &mut next[usize::from(class) % MAX_CLASSES];
+    if let Some(slot) = symbols.get_mut(*next) {
+        *slot = symbol;
+    }
+    *next = next.wrapping_add(1);
+}
+
 impl Parted {
     /// Reserves room for the symbols of `classes`, each below `count`. Returns `None` if memory is short, or a class is
     /// not below `count`.
@@ -108,24 +117,32 @@ impl Parted {
     }
 
     fn part_at(&mut self, level: Level, symbols: &[u8]) {
-        let classes = &self.classes;
-        let mut next = self.starts[0];
-        let done = match level {
+        match level {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the level says that the features were detected.
-            Level::Avx512 => unsafe { x86::part(classes, symbols, self.class_count, &mut next, &mut self.symbols) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Level::Avx2 => unsafe { x86::part_by_words(classes, symbols, self.class_count, &mut next, &mut self.symbols) },
-            Level::Scalar => 0,
-        };
-        for (&class, &symbol) in classes.iter().zip(symbols).skip(done) {
-            let next = &mut next[usize::from(class) % MAX_CLASSES];
-            if let Some(slot) = self.symbols.get_mut(*next) {
-                *slot = symbol;
+            Level::Avx512 => {
+                let mut next = self.starts[0];
+                // SAFETY: the level says that the features were detected.
+                let done = unsafe { x86::part(&self.classes, symbols, self.class_count, &mut next, &mut self.symbols) };
+                for (&class, &symbol) in self.classes.iter().zip(symbols).skip(done) {
+                    put(&mut self.symbols, &mut next, class, symbol);
+                }
             }
-            *next = next.wrapping_add(1);
+            _ => self.part_runs(symbols),
         }
+    }
+
+    fn part_runs(&mut self, symbols: &[u8]) {
+        let Some(symbols) = symbols.get(..self.classes.len()) else { return };
+        let mut next = self.starts;
+        let out = &mut self.symbols[..];
+        let (([a, b, c, d], rest), ([p, q, r, s], rest_of_symbols)) = (runs(&self.classes), runs(symbols));
+        for (((((((&a, &p), &b), &q), &c), &r), &d), &s) in a.iter().zip(p).zip(b).zip(q).zip(c).zip(r).zip(d).zip(s) {
+            put(out, &mut next[0], a, p);
+            put(out, &mut next[1], b, q);
+            put(out, &mut next[2], c, r);
+            put(out, &mut next[3], d, s);
+        }
+        rest.iter().zip(rest_of_symbols).for_each(|(&class, &symbol)| put(out, &mut next[RUNS - 1], class, symbol));
     }
 
     /// Inverts [`Parted::part`].

@@ -3,17 +3,26 @@
 use std::arch::x86_64::*;
 
 use super::{MAX_CLASSES, VECTOR};
-use crate::kernels::shuffles::COMPRESS;
+
+/// Number of vectors whose matches fit the bytes of a vector.
+const MOST: usize = 255;
 
 /// Counts the members of classes in whole vectors. Returns the number of symbols counted.
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
 pub(super) fn members(classes: &[u8], count: usize, members: &mut [usize; MAX_CLASSES]) -> usize {
     let vectors = classes.as_chunks::<VECTOR>().0;
-    for vector in vectors {
-        // SAFETY: a load of 64 bytes from an array of 64.
-        let vector = unsafe { _mm512_loadu_si512(vector.as_ptr().cast()) };
+    let one = _mm512_set1_epi8(1);
+    for some in vectors.chunks(MOST) {
         for (class, sum) in (0i8..).zip(members.iter_mut().take(count)) {
-            *sum = sum.wrapping_add(_mm512_cmpeq_epi8_mask(vector, _mm512_set1_epi8(class)).count_ones() as usize);
+            let class = _mm512_set1_epi8(class);
+            let mut matches = _mm512_setzero_si512();
+            for vector in some {
+                // SAFETY: a load of 64 bytes from an array of 64.
+                let vector = unsafe { _mm512_loadu_si512(vector.as_ptr().cast()) };
+                matches = _mm512_mask_add_epi8(matches, _mm512_cmpeq_epi8_mask(vector, class), matches, one);
+            }
+            let matches = _mm512_sad_epu8(matches, _mm512_setzero_si512());
+            *sum = sum.wrapping_add(_mm512_reduce_add_epi64(matches) as usize);
         }
     }
     vectors.len() * VECTOR
@@ -43,8 +52,6 @@ pub(super) fn part(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usi
 /// Counts the members of classes in whole vectors. Returns the number of symbols counted.
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 pub(super) fn members_avx2(classes: &[u8], count: usize, members: &mut [usize; MAX_CLASSES]) -> usize {
-    /// Number of vectors whose matches fit the bytes of a vector.
-    const MOST: usize = 255;
     let vectors = classes.as_chunks::<32>().0;
     for some in vectors.chunks(MOST) {
         for (class, sum) in (0i8..).zip(members.iter_mut().take(count)) {
@@ -63,41 +70,6 @@ pub(super) fn members_avx2(classes: &[u8], count: usize, members: &mut [usize; M
         }
     }
     vectors.len() * 32
-}
-
-/// Groups whole vectors by class, a word of 8 symbols at a time. Returns the number of symbols grouped.
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-pub(super) fn part_by_words(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
-    const WORD: usize = 8;
-    const WORDS: usize = 4;
-    let (groups, _) = classes.as_chunks::<{ WORDS * WORD }>();
-    let mut done = 0;
-    for (class_group, symbol_group) in groups.iter().zip(symbols.as_chunks::<{ WORDS * WORD }>().0) {
-        // SAFETY: a load of 32 bytes from an array of 32.
-        let c = unsafe { _mm256_loadu_si256(class_group.as_ptr().cast()) };
-        let words = symbol_group.as_chunks::<WORD>().0;
-        for (class, next) in (0i8..).zip(next.iter_mut().take(count)) {
-            let mask = _mm256_movemask_epi8(_mm256_cmpeq_epi8(c, _mm256_set1_epi8(class))) as u32;
-            if let Some(room) = out.get_mut(*next..).and_then(|room| room.first_chunk_mut::<{ (WORDS + 1) * WORD }>()) {
-                let (mut left, mut at) = (mask, 0);
-                for word in words {
-                    let of_word = left as u8;
-                    // SAFETY: loads of 8 bytes from arrays of 8. Each of the words before moved `at` by 8 at most, so this
-                    // store of 8 bytes ends within the 40 bytes of room.
-                    unsafe {
-                        let shuffle = _mm_loadl_epi64(COMPRESS[usize::from(of_word)].as_ptr().cast());
-                        let picked = _mm_shuffle_epi8(_mm_loadl_epi64(word.as_ptr().cast()), shuffle);
-                        _mm_storel_epi64(room.as_mut_ptr().add(at).cast(), picked);
-                    }
-                    at = at.wrapping_add(of_word.count_ones() as usize);
-                    left >>= WORD;
-                }
-            }
-            *next = next.wrapping_add(mask.count_ones() as usize);
-        }
-        done += WORDS * WORD;
-    }
-    done
 }
 
 /// Joins whole vectors. Returns the number of symbols joined.
