@@ -1,4 +1,5 @@
-//! Measures saving and restoring a large state through the command line: wall time and memory, next to plain copies.
+//! Measures saving and restoring a large state through the command line, and loading it into memory: time, CPU time and
+//! memory, next to plain copies.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -10,18 +11,28 @@ use std::process::{Command, Stdio};
 
 use common::{Arguments, Memcpy, Owned, Table, alternate, bytes_of, fail, median, report, seconds, synthetic};
 use serde_json::{Value, json};
-use tensorcask::TensorView;
+use tensorcask::blocking::Store;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::{ReadRequest, Slice, StoreOptions, TensorView};
 
 /// Argument that turns this program into a launcher of another program.
 const LAUNCH: &str = "launch";
+
+/// Argument that turns this program into one that loads a step of a store into its memory.
+const LOAD: &str = "load";
+
+/// The allocator of the command line and of the Python package.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Memory beyond the size of the state that a save or restore may take.
 const TARGET_BYTES: u64 = 512 << 20;
 
 fn main() {
-    if std::env::args().nth(1).as_deref() == Some(LAUNCH) {
-        return launch();
+    match std::env::args().nth(1).as_deref() {
+        Some(LAUNCH) => return launch(),
+        Some(LOAD) => return load(),
+        _ => {}
     }
     let arguments = Arguments::parse(&["gib", "rounds", "folder", "later"]);
     let program = program();
@@ -41,7 +52,7 @@ fn main() {
     let first = synthetic(bytes, &arguments.data().join("step-1000.safetensors"));
     let size = bytes_of(&first);
     let mut memcpy = Memcpy::new(size as usize);
-    let mut children: Vec<Vec<Usage>> = vec![Vec::new(); 3];
+    let mut children: Vec<Vec<Usage>> = vec![Vec::new(); 5];
     let mut stored = [0; 2];
     let mut times = Vec::new();
     for _ in 0..rounds {
@@ -71,6 +82,10 @@ fn main() {
         }
         children[2].push(run(&["restore", "STORE", "--step", &later, "--output", &output]).0);
         assert_same(&path("later.safetensors"), &path("restored"));
+        for (nth, step, name) in [(3, "1000", "base.safetensors"), (4, later.as_str(), "later.safetensors")] {
+            settle(size);
+            children[nth].push(run_self(&[LOAD, store.to_str().unwrap(), step, path(name).to_str().unwrap()]).0);
+        }
         std::fs::remove_dir_all(&store).unwrap();
         std::fs::remove_file(path("restored")).unwrap();
     }
@@ -110,9 +125,17 @@ fn main() {
     row("`safetensors::serialize_to_file`, fsync (in process)", column(1), None, Some(size), None);
     row("copy of a file, fsync", column(2), None, Some(size), None);
     let delta = format!("`tensorcask save`, delta of step {later} on step 1000");
-    for (nth, name) in ["`tensorcask save`, base", &delta, "`tensorcask restore` of the delta"].into_iter().enumerate() {
+    let rows = [
+        "`tensorcask save`, base",
+        &delta,
+        "`tensorcask restore` of the delta",
+        "load of the base into memory",
+        "load of the delta into memory",
+    ];
+    for (nth, name) in rows.into_iter().enumerate() {
         let wall = median(children[nth].iter().map(|usage| usage.seconds).collect());
-        let peak = children[nth].iter().map(|usage| usage.peak_bytes).max();
+        // The peak of a load includes the size of this process, which started it.
+        let peak = if nth < 3 { children[nth].iter().map(|usage| usage.peak_bytes).max() } else { None };
         let user = median(children[nth].iter().map(|usage| usage.user_seconds).collect());
         row(name, wall, Some(user), stored.get(nth).copied(), peak);
     }
@@ -150,16 +173,15 @@ struct Usage {
 
 /// Runs the command line on a store, whose path replaces `STORE`. Returns the stdout, too.
 fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.arg(LAUNCH).arg(program);
-    for word in words {
-        match *word {
-            "STORE" => command.arg(store),
-            word => command.arg(word),
-        };
-    }
-    let output = command.stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "the command line failed");
+    let store = store.to_str().unwrap();
+    let words = words.iter().map(|&word| if word == "STORE" { store } else { word });
+    run_self(&[LAUNCH, program.to_str().unwrap()].into_iter().chain(words).collect::<Vec<_>>())
+}
+
+/// Runs this program, which prints what it used in its last line. Returns all before that line, too.
+fn run_self(words: &[&str]) -> (Usage, Vec<u8>) {
+    let output = Command::new(std::env::current_exe().unwrap()).args(words).stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "{words:?} failed");
     let text = String::from_utf8(output.stdout).unwrap();
     let (said, usage) = text.trim_end().rsplit_once('\n').unwrap();
     let mut usage = usage.split(' ');
@@ -188,6 +210,48 @@ fn wait(child: &std::process::Child) -> (f64, u64) {
     // SAFETY: both pointers point to locals that outlive the call, and nobody has waited for the child before.
     let waited = unsafe { libc::wait4(child.id() as libc::pid_t, &raw mut status, 0, &raw mut usage) };
     assert_eq!((waited, status), (child.id() as libc::pid_t, 0), "the command line failed");
+    figures(&usage)
+}
+
+/// Loads a step of a store into memory that was touched before. Prints the resources used, in the format of [`launch`], and
+/// compares the tensors with a file.
+fn load() {
+    let mut words = std::env::args().skip(2);
+    let mut next = || words.next().unwrap();
+    let store = Store::with(StoreOptions::default().open(&next()).unwrap()).unwrap();
+    let snapshot = store.snapshot(next().parse::<u64>().unwrap()).unwrap();
+    let mut buffers: Vec<(String, Vec<u8>)> = snapshot
+        .tensors()
+        .into_iter()
+        .map(|tensor| (tensor.name, vec![1; tensor.dtype.byte_count(tensor.shape.iter().product()).unwrap() as usize]))
+        .collect();
+    let requests = buffers.iter_mut().map(|(name, out)| ReadRequest { name, slice: Slice::all(), out }).collect();
+    let snapshot: &tensorcask::Snapshot = &snapshot;
+    let before = usage_of_self().0;
+    let (seconds, _) = seconds(|| store.block_on(async { snapshot.read_many_into(requests).await.unwrap() }));
+    let (user_seconds, peak_bytes) = usage_of_self();
+    println!("\n{seconds} {} {peak_bytes}", user_seconds - before);
+    let wanted = Files::open(&[PathBuf::from(next())]).unwrap();
+    let wanted = wanted.tensors().unwrap();
+    assert_eq!(wanted.len(), buffers.len());
+    for view in &wanted {
+        let found = buffers.iter().find(|(name, _)| name == view.name());
+        assert!(found.is_some_and(|(_, bytes)| bytes == view.data()), "{} came back otherwise", view.name());
+    }
+}
+
+/// Seconds in user mode and the peak of the resident set of this process.
+#[allow(unsafe_code, reason = "the standard library does not tell what a process used")]
+fn usage_of_self() -> (f64, u64) {
+    // SAFETY: `rusage` consists of plain integers, for which zero is a valid value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer points to a local that outlives the call.
+    assert_eq!(unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) }, 0);
+    figures(&usage)
+}
+
+/// Seconds in user mode and the peak of the resident set.
+fn figures(usage: &libc::rusage) -> (f64, u64) {
     // Linux counts kibibytes, other systems count bytes.
     let peak_bytes = usage.ru_maxrss as u64 * if cfg!(target_os = "linux") { 1024 } else { 1 };
     (usage.ru_utime.tv_sec as f64 + usage.ru_utime.tv_usec as f64 / 1e6, peak_bytes)

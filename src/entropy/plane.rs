@@ -72,7 +72,7 @@ enum Choice {
     /// The shared code.
     Shared,
     /// A code for this block alone.
-    Own(Lengths),
+    Own(Box<Lengths>),
 }
 
 /// Encodes `symbols` as a column.
@@ -145,7 +145,7 @@ struct Writer {
     huffman: Option<PreparedCode>,
     /// Number of blocks that the blocks lie in.
     depth: u8,
-    /// Whether there is only one block. The shared code is then the best code for it.
+    /// Whether there is only one block. The shared code is then made for it, so no other code is tried.
     is_alone: bool,
 }
 
@@ -241,7 +241,7 @@ impl Writer {
         known && out.len() > start
     }
 
-    /// Appends a block in the form that takes the fewest bytes.
+    /// Appends a block in the form that takes the fewest bytes, as far as estimates tell.
     fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
         let entropy_bits = entropy_bits(histogram);
         let (bytes, choice) = self.choose(block, histogram, entropy_bits);
@@ -272,7 +272,7 @@ impl Writer {
                 self.put_huffman(block, self.shared.clone(), out);
             }
             Choice::Own(code) => {
-                self.put_huffman(block, Some(code), out);
+                self.put_huffman(block, Some(*code), out);
             }
         }
     }
@@ -311,7 +311,8 @@ impl Writer {
         self.huffman.as_ref().is_some_and(|made| huffman::encode(block, &made.encoder, out))
     }
 
-    /// Returns the form that takes the fewest bytes, and its bytes. Splits are not considered.
+    /// Returns the form that takes the fewest bytes, and its bytes. Does not consider splits, nor runs that take more than
+    /// a split is expected to take.
     fn choose(&self, block: &[u8], histogram: &Histogram, entropy_bits: u64) -> (u64, Choice) {
         let used = histogram.iter().filter(|&&n| n > 0).count();
         if used == 1 {
@@ -333,7 +334,7 @@ impl Writer {
                 let own = Lengths::new(histogram);
                 let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
                 if bytes + bytes / 64 < shared {
-                    offer(&mut best, bytes, Choice::Own(own));
+                    offer(&mut best, bytes, Choice::Own(Box::new(own)));
                 }
             }
         }

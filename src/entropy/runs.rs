@@ -14,7 +14,7 @@ pub(super) fn are_likely(symbols: &[u8]) -> bool {
 
 /// Returns the encoded bytes, or `None` if they exceed `most`.
 pub(super) fn size(symbols: &[u8], most: usize) -> Option<usize> {
-    // Each run takes at least two bytes, and ends at a change. Counting the changes takes much less time.
+    // Each run takes at least two bytes, and there are more runs than changes. Counting changes takes much less time.
     if 2 * kernel::count_changes(symbols) > most {
         return None;
     }
@@ -105,6 +105,10 @@ mod tests {
                     true
                 });
                 assert_eq!(super::kernel::count_changes(&symbols), found.len().saturating_sub(1));
+                let mut encoded = vec![];
+                super::encode(&symbols, &mut encoded);
+                assert_eq!(super::size(&symbols, encoded.len()), Some(encoded.len()));
+                assert!(symbols.is_empty() || super::size(&symbols, encoded.len() - 1).is_none());
                 let expected: Vec<(u8, usize)> = symbols.chunk_by(|a, b| a == b).map(|run| (run[0], run.len())).collect();
                 assert_eq!(found, expected, "{count} symbols, {every} in a run");
             }

@@ -1,7 +1,7 @@
 //! Huffman streams: codes of at most 11 bits, least significant bit first, several streams per block.
 //!
-//! One look-up of 11 bits yields all whole symbols in them. The decoder takes one look-up of each stream in turn, five
-//! times between refills, so the processor overlaps the look-ups of different streams.
+//! One look-up of 11 bits yields all whole symbols in them. The decoder interleaves the streams: it does one look-up in
+//! each, five times, then refills all. So the processor overlaps the look-ups.
 
 use super::Level;
 use super::bits::BitWriter;
@@ -185,6 +185,7 @@ pub(crate) struct Table {
     /// Entry of each window of 11 bits, from the lowest bits: the number of bits of its whole symbols (8 bits), up to 6
     /// symbols (48 bits), and the number of symbols (8 bits).
     many: Box<[u64; 1 << MAX_BITS]>,
+    /// Length of each symbol's code in bits.
     length: [u8; 256],
 }
 
@@ -208,7 +209,8 @@ super::for_every_level! {
     fn fill_entries / fill_entries_at(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) = fill_entries_any;
 }
 
-/// An entry is the first symbol, then the entry of the bits after it, a shorter window. So short windows come first.
+/// The entry of a window is its first symbol, followed by the entry of the remaining bits. So entries of shorter windows
+/// are built first.
 #[inline(always)]
 fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
     // Symbols by length, which is the order of their codes, and the position of the first symbol of each length.
@@ -228,8 +230,8 @@ fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
     let mut needed = 1u32 << MAX_BITS;
     for bits in (1..=MAX_BITS).rev() {
         let is_needed = needed >> bits & 1;
-        let lengths = (1..=bits).filter(|&length| counts[length as usize] > 0);
-        needed |= lengths.fold(0, |rests, length| rests | is_needed << (bits - length));
+        let used = (1..=bits).filter(|&length| counts[length as usize] > 0);
+        needed |= used.fold(0, |rests, length| rests | is_needed << (bits - length));
     }
     // Entries of windows of n bits begin at 2^n. The first bit of a window is the top bit of its index here, so windows
     // that begin with one code lie side by side. A window without a whole symbol has the entry 0.
@@ -253,6 +255,7 @@ fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
         }
     }
     // In a stream, the first bit is the lowest one.
+    // Reversals of so many low bits are kept in a table.
     const LOW: u32 = 5;
     let reversed = |value: usize, bits: u32| value.reverse_bits() >> (usize::BITS - bits);
     let by_low: [usize; 1 << LOW] = std::array::from_fn(|low| reversed(low, LOW) << (MAX_BITS - LOW));
@@ -265,7 +268,8 @@ fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
     }
 }
 
-/// Returns the entry of a symbol of `length` bits, followed by those of another entry, which has room for it.
+/// Returns the entry of a symbol of `length` bits, followed by the symbols of another entry, which must have room for one
+/// more.
 #[inline(always)]
 fn prepend(symbol: u8, length: u32, after: u64) -> u64 {
     let symbols = (after & 0x0000_ffff_ffff_ff00) << 8 | u64::from(symbol) << 8;
@@ -299,6 +303,10 @@ const BURST_OUT: usize = 6 * (BURST - 1) + 8;
 /// Decodes [`STREAMS`] consecutive streams of `sizes` bytes. Each stream fills `step` bytes of `out`; the last stream
 /// fills the rest. Returns false if a stream does not end with its last symbol and zero bits.
 pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, step: usize, out: &mut [u8]) -> bool {
+    decode_at(Level::best(), streams, sizes, table, step, out)
+}
+
+fn decode_at(level: Level, streams: &[u8], sizes: &[usize; STREAMS], table: &Table, step: usize, out: &mut [u8]) -> bool {
     let mut readers = [Reader::default(); STREAMS];
     let (mut at, mut from) = (0, 0);
     for (reader, size) in readers.iter_mut().zip(sizes) {
@@ -310,9 +318,9 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
     if at != streams.len() || from != out.len() {
         return false;
     }
-    bursts(Level::best(), streams, table, &mut readers, out);
+    bursts(level, streams, table, &mut readers, out);
     // Continue each stream alone, because streams end after different numbers of bursts.
-    readers.iter_mut().for_each(|reader| bursts(Level::best(), streams, table, std::array::from_mut(reader), out));
+    readers.iter_mut().for_each(|reader| bursts(level, streams, table, std::array::from_mut(reader), out));
     let mut end = 0;
     readers.iter_mut().zip(sizes).all(|(reader, size)| {
         let start = end;
@@ -402,14 +410,19 @@ fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut 
 mod tests {
     use super::*;
 
-    /// A complete code with the given lengths of symbols 0, 1, 2 ..., in ascending order.
+    /// A complete code with the given lengths, in ascending order. Longer codes may have lower symbols.
     fn codes_of(lengths: &[u8]) -> Codes {
         let mut codes = Codes { low: [0; 256], high: [0; 256], length: [0; 256] };
         let mut next = 0u32;
         for (i, &length) in lengths.iter().enumerate() {
             let code = (next >> (MAX_BITS - u32::from(length))).reverse_bits() >> (32 - u32::from(length));
             next += 1 << (MAX_BITS - u32::from(length));
-            (codes.low[i], codes.high[i], codes.length[i]) = (code as u8, (code >> 8) as u8, length);
+            // Symbols of one length ascend, as in stored codes.
+            let alike = lengths.iter().filter(|other| **other == length).count();
+            let nth = lengths[..i].iter().filter(|other| **other == length).count();
+            let symbol = if alike == 256 { i } else { usize::from(length) + 12 * nth };
+            assert_eq!(codes.length[symbol], 0);
+            (codes.low[symbol], codes.high[symbol], codes.length[symbol]) = (code as u8, (code >> 8) as u8, length);
         }
         assert_eq!(next, 1 << MAX_BITS, "the code is complete");
         codes
@@ -440,10 +453,43 @@ mod tests {
                     bits += u32::from(codes.length[symbol]);
                     found.push(symbol as u8);
                 }
-                let entry = table.many[window].to_le_bytes();
-                assert_eq!((u32::from(entry[0]), usize::from(entry[7])), (bits, found.len()), "{lengths:?}, window {window:011b}");
-                assert_eq!(entry[1..=found.len()], found);
+                let symbols = found.iter().rev().fold(0, |symbols, &symbol| symbols << 8 | u64::from(symbol));
+                let expected = u64::from(bits) | symbols << 8 | (found.len() as u64) << 56;
+                assert_eq!(table.many[window], expected, "{lengths:?}, window {window:011b}");
                 assert_eq!(table.first(window), (found[0], codes.length[usize::from(found[0])]));
+            }
+        }
+    }
+
+    #[test]
+    fn every_level_decodes_streams_of_any_sizes() {
+        let chain: Vec<u8> = (1..=11).chain([11]).collect();
+        let codes = codes_of(&chain);
+        let table = Table::new(&codes);
+        let of_length = |length| (0..=255u8).find(|&symbol| codes.length[usize::from(symbol)] == length).unwrap();
+        let all: Vec<u8> = (0..=255u8).filter(|&symbol| codes.length[usize::from(symbol)] > 0).collect();
+        for count in [4usize, 7, 100, 1000, 20_001] {
+            let step = count.div_ceil(STREAMS);
+            let symbols: Vec<u8> = (0..count)
+                .map(|i| match i / step {
+                    0 => of_length(1),
+                    1 => of_length(11),
+                    _ => all[i * i % all.len()],
+                })
+                .collect();
+            let (mut streams, mut sizes) = (vec![], [0; STREAMS]);
+            for (part, size) in symbols.chunks(step).zip(&mut sizes) {
+                let mut room = vec![0; room_for(part.len())];
+                *size = encode(part, &codes, &mut room).unwrap();
+                streams.extend(&room[..*size]);
+            }
+            for level in Level::available() {
+                let mut out = vec![0; count];
+                assert!(decode_at(level, &streams, &sizes, &table, step, &mut out), "{level:?}, {count} symbols");
+                assert!(out == symbols, "{level:?}, {count} symbols");
+                let mut moved = sizes;
+                (moved[0], moved[1]) = (moved[0] + 1, moved[1] - 1);
+                assert!(!decode_at(level, &streams, &moved, &table, step, &mut out), "{level:?}, {count} symbols");
             }
         }
     }

@@ -44,7 +44,7 @@ super::for_every_level! {
 }
 super::for_every_level! {
     #[allow(dead_code, reason = "its caller knows the level")]
-    /// Compares each exponent with all bounds.
+    /// Like [`classes`], by comparing each exponent with every bound.
     fn compare / compare_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = compare_any;
 }
 
@@ -53,10 +53,11 @@ pub(crate) fn classes(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
     classes_at(Level::best(), exponents, bounds);
 }
 
+/// With AVX-512, looks up each class in a table of all 256 exponents, if there are enough to pay for it.
 fn classes_at(level: Level, exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
     let rest = match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => {
+        Level::Avx512 if exponents.len() >= 1024 => {
             let mut table: [u8; 256] = std::array::from_fn(|exponent| exponent as u8);
             compare_at(level, &mut table, bounds);
             // SAFETY: the level says that the features were detected.
@@ -292,6 +293,20 @@ mod tests {
         let mut next = 0u64;
         (0..=max_token(1)).for_each(|token| next += 1u64 << extra_bits(token));
         assert_eq!(next, 1 << 8);
+    }
+
+    #[test]
+    fn every_level_finds_the_class_of_every_exponent() {
+        let bounds = [0, 1, 62, 63, 64, 126, 127, 128, 190, 191, 192, 253, 254, 255, 255];
+        let exponents: Vec<u8> = (0..2053).map(|i| i as u8).collect();
+        let expected: Vec<u8> = exponents.iter().map(|e| bounds.iter().filter(|&bound| e > bound).count() as u8).collect();
+        for level in Level::available() {
+            for count in [0, 5, 1000, exponents.len()] {
+                let mut found = exponents[..count].to_vec();
+                classes_at(level, &mut found, &bounds);
+                assert!(found == expected[..count], "{level:?}, {count} exponents");
+            }
+        }
     }
 
     #[test]

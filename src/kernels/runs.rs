@@ -51,3 +51,20 @@ pub(crate) fn for_each_change(symbols: &[u8], mut act: impl FnMut(u8, usize) -> 
     }
     true
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Level;
+
+    #[test]
+    fn every_level_counts_all_changes() {
+        for count in [0usize, 1, 63, 64, 65, 66, 1000] {
+            let symbols: Vec<u8> = (0..count).map(|i| (i * i / 7 % 3) as u8).collect();
+            let expected = symbols.windows(2).filter(|pair| pair[0] != pair[1]).count();
+            for level in Level::available() {
+                assert_eq!(count_changes_at(level, &symbols), expected, "{level:?}, {count} symbols");
+            }
+        }
+    }
+}
