@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use common::{Arguments, Memcpy, Owned, Table, alternate, bytes_of, fail, median, report, seconds, synthetic};
+use common::{Arguments, Memcpy, Owned, Table, alternate, bytes_of, fail, median, read_state, report, seconds, synthetic};
 use serde_json::{Value, json};
 use tensorcask::blocking::Store;
 use tensorcask::interchange::safetensors::Files;
@@ -34,22 +34,28 @@ fn main() {
         Some(LOAD) => return load(),
         _ => {}
     }
-    let arguments = Arguments::parse(&["gib", "rounds", "folder", "later"]);
+    let arguments = Arguments::parse(&["gib", "rounds", "folder", "later", "whole"]);
     let program = program();
     let bytes = (arguments.number("gib", 1.0) * (1u64 << 30) as f64) as u64;
     let rounds = arguments.number("rounds", 3.0) as usize;
-    // Step of the delta, whose base is step 1000.
+    // Steps of the base and of the delta. Their files are repeated up to the size, or taken as they are.
+    let whole = arguments.text("whole").map(|steps| steps.split_once(',').unwrap_or_else(|| fail("--whole takes two steps: 30,31")));
     let later = (arguments.number("later", 1001.0) as u64).to_string();
+    let (base, later) = whole.map_or(("1000".to_owned(), later), |(base, later)| (base.to_owned(), later.to_owned()));
+    let read = |step: &str| {
+        let file = arguments.data().join(format!("step-{step}.safetensors"));
+        if whole.is_some() { read_state(&file) } else { synthetic(bytes, &file) }
+    };
     let folder = match arguments.text("folder") {
         Some(folder) => tempfile::tempdir_in(folder).unwrap(),
         None => tempfile::tempdir().unwrap(),
     };
     let path = |name: &str| folder.path().join(name);
 
-    let second = synthetic(bytes, &arguments.data().join(format!("step-{later}.safetensors")));
+    let second = read(&later);
     write_safetensors(&second, &path("later.safetensors"), false);
     drop(second);
-    let first = synthetic(bytes, &arguments.data().join("step-1000.safetensors"));
+    let first = read(&base);
     let size = bytes_of(&first);
     let mut memcpy = Memcpy::new(size as usize);
     let mut children: Vec<Vec<Usage>> = vec![Vec::new(); 5];
@@ -73,7 +79,7 @@ fn main() {
         };
         let input = |name: &str| path(&format!("{name}.safetensors")).to_str().unwrap().to_owned();
         let output = path("restored").to_str().unwrap().to_owned();
-        for (nth, (step, name)) in [("1000", "base"), (later.as_str(), "later")].into_iter().enumerate() {
+        for (nth, (step, name)) in [(base.as_str(), "base"), (later.as_str(), "later")].into_iter().enumerate() {
             let (usage, said) = run(&["save", "STORE", "--json", "--policy", "consecutive", "--step", step, &input(name)]);
             children[nth].push(usage);
             let said: Value = serde_json::from_slice(&said).unwrap();
@@ -82,7 +88,7 @@ fn main() {
         }
         children[2].push(run(&["restore", "STORE", "--step", &later, "--output", &output]).0);
         assert_same(&path("later.safetensors"), &path("restored"));
-        for (nth, step, name) in [(3, "1000", "base.safetensors"), (4, later.as_str(), "later.safetensors")] {
+        for (nth, step, name) in [(3, base.as_str(), "base.safetensors"), (4, later.as_str(), "later.safetensors")] {
             settle(size);
             children[nth].push(run_self(&[LOAD, store.to_str().unwrap(), step, path(name).to_str().unwrap()]).0);
         }
@@ -124,7 +130,7 @@ fn main() {
     row("memcpy", memcpy, None, None, None);
     row("`safetensors::serialize_to_file`, fsync (in process)", column(1), None, Some(size), None);
     row("copy of a file, fsync", column(2), None, Some(size), None);
-    let delta = format!("`tensorcask save`, delta of step {later} on step 1000");
+    let delta = format!("`tensorcask save`, delta of step {later} on step {base}");
     let rows = [
         "`tensorcask save`, base",
         &delta,

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tensorcask::Dtype;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::{Dtype, TensorView};
 
 /// Command line: `--name value`, and `--json`.
 pub struct Arguments {
@@ -194,6 +194,21 @@ pub fn synthetic(bytes: u64, file: &Path) -> Vec<Owned> {
             state.push(Owned { name, dtype: view.dtype(), shape, data: view.data().repeat(tiles as usize) });
         }
     }
+    state.sort_by(|a, b| a.name.cmp(&b.name));
+    state
+}
+
+/// Returns all tensors of a file, ordered by name.
+pub fn read_state(file: &Path) -> Vec<Owned> {
+    let files = Files::open(&[file]).unwrap_or_else(|e| fail(&e.to_string()));
+    let views = files.tensors().unwrap_or_else(|e| fail(&e.to_string()));
+    let owned = |view: &TensorView<'_>| Owned {
+        name: view.name().to_owned(),
+        dtype: view.dtype(),
+        shape: view.shape().to_vec(),
+        data: view.data().to_vec(),
+    };
+    let mut state: Vec<Owned> = views.iter().map(owned).collect();
     state.sort_by(|a, b| a.name.cmp(&b.name));
     state
 }

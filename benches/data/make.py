@@ -112,6 +112,7 @@ def as_items(tokens):
 GPT_STEPS = sorted({*range(100, 2500, 100), *range(1000, 1011), 1050, 2001, 2010, *range(2400, 2411), 2450})
 GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
 SHORT_STEPS = [300, 301, 310, 350]
+LARGE_STEPS = [30, 31, 40]
 # The model of --small: a thirteenth of the parameters, the same steps and learning rates.
 SMALL = dict(layers=3, width=64, heads=4)
 # In the root folder: slices with the same names as those in tests/data.
@@ -137,6 +138,8 @@ def recipes(tokens, small):
             SHORT_STEPS,
             set(SHORT_STEPS),
         ),
+        # 74 million parameters: a state of 1 GB that is no repetition of a smaller one.
+        "large": (gpt, dict(layers=10, width=768, heads=12), Adam, falling(6e-4, 6e-5, 2400, 2e-6), LARGE_STEPS, set(LARGE_STEPS)),
         "recommender": (recommender, {}, RowsAndMomentum, falling(0.05, 0.05, 10**9, 0.05), SHORT_STEPS, set(SHORT_STEPS)),
     }
 
@@ -161,7 +164,11 @@ def newest_state(folder, whole, up_to):
 def train(name, recipe, folder, steps_divisor, until):
     """Trains up to each step whose file is missing, from the newest state up to it. The files are the same as those of one run."""
     make, sizes, method, rate, steps, whole = recipe
-    steps, whole = sorted({step // steps_divisor for step in steps if step <= until}), {step // steps_divisor for step in whole}
+
+    def at(step):
+        return max(step // steps_divisor, 1)
+
+    steps, whole = sorted({at(step) for step in steps if step <= until}), {at(step) for step in whole}
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, loss_of = make(**sizes)
@@ -206,7 +213,7 @@ def write_slices(source, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=["gpt", "experts", "recommender"])
+    parser.add_argument("--only", choices=["gpt", "experts", "recommender", "large"])
     parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
     parser.add_argument("--small", action="store_true", help="only gpt, with 0.43 M parameters in place of 5.85 M")
     parser.add_argument("--until", type=int, default=10**9, metavar="STEP", help="leave out later steps")
@@ -220,7 +227,9 @@ def main():
     tokens = torch.from_numpy(read_tokens(arguments.folder).astype("int32"))
     print(f"text of {len(tokens):,} tokens", flush=True)
     for name, recipe in recipes(tokens, arguments.small).items():
-        if name == "gpt" if arguments.small else arguments.only in (None, name):
+        wanted = "gpt" if arguments.small else arguments.only
+        # Few need the large model, whose steps take 3 GB.
+        if name == wanted or (wanted is None and name != "large"):
             train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1, arguments.until)
     if (arguments.folder / "gpt").exists():
         write_slices(arguments.folder / "gpt", arguments.folder)
