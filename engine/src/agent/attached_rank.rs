@@ -36,17 +36,26 @@ impl AttachedRank {
     }
 }
 
-/// Notes which ranks of a run on many hosts saved no more when an earlier agent ended, or have ended since. Call it once the
-/// arenas of all ranks are open: they may hold states of ranks that have ended.
-pub(super) async fn watch_earlier_trainers(run: Arc<Run>) {
-    let Some(hosts) = &run.spec.hosts else { return };
+/// Notes which ranks of a run on many hosts saved no more when an earlier agent ended, or have ended since. Returns the ranks
+/// whose trainers still run: [`leave_with_locks`] watches them. Call it once the arenas of all ranks are open, because they may
+/// hold states of ranks that have ended, and before trainers connect: the last one to finish would otherwise end a run that
+/// has not told the other hosts of its end.
+pub(super) fn note_earlier_ends(run: &Arc<Run>) -> Vec<AttachedRank> {
+    let Some(hosts) = &run.spec.hosts else { return Vec::new() };
     let notes = HostNotes::read(&run.folder, hosts.session);
     for rank in &notes.ended {
         run.apply(Event::SavesEnded { rank: *rank });
     }
-    let running = notes.started.into_iter().filter(|rank| !notes.ended.contains(rank));
-    let leaving = running.map(|rank| AttachedRank { run: run.clone(), rank, attachment: 0 }.leave_with_lock());
-    futures::future::join_all(leaving).await;
+    let others = notes.started.into_iter().filter(|rank| !notes.ended.contains(rank));
+    let others = others.map(|rank| AttachedRank { run: run.clone(), rank, attachment: 0 });
+    let (running, gone): (Vec<_>, Vec<_>) = others.partition(|other| is_held(&run.folder.rank(other.rank).lock()));
+    gone.iter().for_each(AttachedRank::leave);
+    running
+}
+
+/// Waits until all these trainers have left.
+pub(super) async fn leave_with_locks(running: Vec<AttachedRank>) {
+    futures::future::join_all(running.into_iter().map(AttachedRank::leave_with_lock)).await;
 }
 
 /// Time between looks whether a lock is held.

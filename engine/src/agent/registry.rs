@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tensorcask::{Error, ErrorKind, Result};
 use tokio::task::JoinHandle;
 
-use super::attached_rank::watch_earlier_trainers;
+use super::attached_rank::{leave_with_locks, note_earlier_ends};
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
 use super::host_tasks::spawn_host_tasks;
@@ -86,7 +86,8 @@ impl Registry {
         if run.folder.is_finished() {
             run.apply(Event::Finished { rank: None });
         }
-        let watch = tokio::spawn(watch_earlier_trainers(run.clone()));
+        let running = note_earlier_ends(&run);
+        let watch = tokio::spawn(leave_with_locks(running));
         match self.lock().get_mut(&run.spec.key) {
             Some(active) => active.tasks.push(watch),
             None => watch.abort(),
@@ -206,3 +207,41 @@ fn own_memory(field: &str) -> u64 {
 
 /// Time for which a trainer with other options waits for states that were saved with the old options.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::super::run_state::saves_no_more;
+    use super::*;
+    use crate::files::replace_file;
+    use crate::host_notes::HostNotes;
+    use crate::hosts_option::Hosts;
+    use crate::options::EngineOptions;
+
+    /// The last rank of a host may finish as soon as the agent accepts connections. The run must know by then that the other ranks
+    /// have ended: otherwise it is cleared before it has told the other hosts, which wait for these ranks forever.
+    #[test]
+    fn an_adopted_run_knows_at_once_which_ranks_have_ended() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&place.path().join("engine"))).unwrap();
+        let store = place.path().join("store").to_str().unwrap().to_owned();
+        let spec = EngineOptions { world: 4, hosts: Some(Hosts::new("first", 0..2)), ..EngineOptions::new(store) }.spec().unwrap();
+        let session = spec.hosts.as_ref().unwrap().session;
+        let run = folder.run(&spec.key);
+        run.create().unwrap();
+        replace_file(&run.spec(), &serde_json::to_vec(&spec).unwrap()).unwrap();
+        (0..2).for_each(|rank| HostNotes::start_rank(&run, session, rank, 0, None).unwrap());
+        HostNotes::note_end(&run, session, 0, true).unwrap();
+        // The trainer of rank 1 is gone without a note: nobody holds its lock.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let _entered = runtime.enter();
+        let registry = Registry::new(folder);
+        // The runtime does not run, so no other task has begun.
+        assert!(matches!(pin!(registry.adopt_all()).poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(())));
+        let run = registry.find(&spec.key).unwrap();
+        assert_eq!(run.read(|state, _| [0, 1].map(|rank| saves_no_more(state, rank))), [true, true]);
+    }
+}
