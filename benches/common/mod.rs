@@ -177,21 +177,20 @@ const TILES: u64 = 16;
 /// Returns a state of about `bytes` bytes, ascending by name. Its layers are made from those of one file, with repeated
 /// rows. Values, and the changes from step to step, come from real training.
 pub fn synthetic(bytes: u64, file: &Path) -> Vec<Owned> {
-    let files = Files::open(&[file]).unwrap_or_else(|e| fail(&e.to_string()));
-    let views = files.tensors().unwrap_or_else(|e| fail(&e.to_string()));
+    let tensors = read_state(file);
     let tiles = |shape: &[u64]| if shape.len() > 1 { TILES } else { 1 };
-    let layer_bytes: u64 = views.iter().map(|view| view.data().len() as u64 * tiles(view.shape())).sum();
+    let layer_bytes: u64 = tensors.iter().map(|tensor| tensor.data.len() as u64 * tiles(&tensor.shape)).sum();
     let layers = (bytes + layer_bytes / 2) / layer_bytes;
     let mut state = Vec::new();
     for layer in 0..layers.max(1) {
-        for view in &views {
-            let mut shape = view.shape().to_vec();
+        for tensor in &tensors {
+            let mut shape = tensor.shape.clone();
             let tiles = tiles(&shape);
             if let Some(rows) = shape.first_mut() {
                 *rows *= tiles;
             }
-            let name = view.name().replace("h.2.", &format!("h.{layer}."));
-            state.push(Owned { name, dtype: view.dtype(), shape, data: view.data().repeat(tiles as usize) });
+            let name = tensor.name.replace("h.2.", &format!("h.{layer}."));
+            state.push(Owned { name, dtype: tensor.dtype, shape, data: tensor.data.repeat(tiles as usize) });
         }
     }
     state.sort_by(|a, b| a.name.cmp(&b.name));

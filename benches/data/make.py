@@ -226,10 +226,10 @@ def main():
     arguments.folder.mkdir(parents=True, exist_ok=True)
     tokens = torch.from_numpy(read_tokens(arguments.folder).astype("int32"))
     print(f"text of {len(tokens):,} tokens", flush=True)
+    only = "gpt" if arguments.small else arguments.only
     for name, recipe in recipes(tokens, arguments.small).items():
-        wanted = "gpt" if arguments.small else arguments.only
-        # Few need the large model, whose steps take 3 GB.
-        if name == wanted or (wanted is None and name != "large"):
+        # The steps of the large model take 3 GB, so it is trained only if it is named.
+        if name == only or (only is None and name != "large"):
             train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1, arguments.until)
     if (arguments.folder / "gpt").exists():
         write_slices(arguments.folder / "gpt", arguments.folder)

@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn every_level_parts_alike_and_joins_back() {
-        // The sums of a vector hold 255 vectors of 64 symbols, in each of four runs.
+        // A member is counted in a byte, which overflows after 255 vectors. 70,000 symbols are more vectors than that in each run.
         for count in [0usize, 1, 63, 64, 65, 200, 5000, 70_000] {
             for classes in [1usize, 2, 7, MAX_CLASSES] {
                 let symbols: Vec<u8> = (0..count).map(|i| ((i * i) >> 3) as u8).collect();

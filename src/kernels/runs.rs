@@ -54,7 +54,7 @@ pub(crate) fn for_each_change(symbols: &[u8], mut act: impl FnMut(u8, usize) -> 
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::count_changes_at;
     use crate::kernels::Level;
 
     #[test]

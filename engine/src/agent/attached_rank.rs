@@ -53,7 +53,7 @@ pub(super) fn note_earlier_ends(run: &Arc<Run>) -> Vec<AttachedRank> {
     running
 }
 
-/// Waits until all these trainers have left.
+/// Notes that each of these trainers has left, once it has.
 pub(super) async fn leave_with_locks(running: Vec<AttachedRank>) {
     futures::future::join_all(running.into_iter().map(AttachedRank::leave_with_lock)).await;
 }

@@ -215,8 +215,9 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use super::super::run_state::saves_no_more;
-    use super::*;
+    use super::Registry;
     use crate::files::replace_file;
+    use crate::folders::EngineFolder;
     use crate::host_notes::HostNotes;
     use crate::hosts_option::Hosts;
     use crate::options::EngineOptions;
