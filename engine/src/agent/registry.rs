@@ -214,12 +214,14 @@ mod tests {
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};
 
+    use super::super::run_event::{Event, TierOrders};
     use super::super::run_state::saves_no_more;
     use super::Registry;
     use crate::files::replace_file;
     use crate::folders::EngineFolder;
     use crate::host_notes::HostNotes;
     use crate::hosts_option::Hosts;
+    use crate::lock::Lock;
     use crate::options::EngineOptions;
 
     /// The last rank of a host may finish as soon as the agent accepts connections. The run must know by then that the other ranks
@@ -244,5 +246,33 @@ mod tests {
         assert!(matches!(pin!(registry.adopt_all()).poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(())));
         let run = registry.find(&spec.key).unwrap();
         assert_eq!(run.read(|state, _| [0, 1].map(|rank| saves_no_more(state, rank))), [true, true]);
+    }
+
+    /// After the agent was replaced, one trainer may finish before another one has connected again. The folder of the run holds the
+    /// memory of that other trainer.
+    #[test]
+    fn the_memory_of_a_run_stays_while_a_trainer_runs_that_has_not_connected() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&place.path().join("engine"))).unwrap();
+        let store = place.path().join("store").to_str().unwrap().to_owned();
+        let spec = EngineOptions { world: 2, ..EngineOptions::new(store) }.spec().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let registry = Registry::new(folder);
+        let run = runtime.block_on(registry.start(spec, 0)).unwrap();
+        let [first, second] = [0, 1].map(|rank| {
+            let rank = run.folder.rank(rank);
+            rank.create().unwrap();
+            Lock::acquire(&rank.lock()).unwrap()
+        });
+        // No save waits: the run is stopped.
+        run.apply(Event::Fenced { orders: TierOrders::default(), why: "a test".into() });
+        run.apply(Event::Finished { rank: Some(0) });
+        registry.clear_finished();
+        assert!(run.folder.spec().exists() && registry.find(&run.spec.key).is_ok());
+        // The trainer that has finished still holds its lock while the agent answers it.
+        drop(second);
+        registry.clear_finished();
+        assert!(!run.folder.spec().exists() && registry.find(&run.spec.key).is_err());
+        drop(first);
     }
 }

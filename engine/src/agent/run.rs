@@ -15,6 +15,7 @@ use super::wakes::Wakes;
 use crate::files::replace_file;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::host_notes::HostNotes;
+use crate::lock::is_held;
 use crate::options::Encode;
 use crate::peers::ReplicaBoard;
 use crate::protocol::{Attach, Progress};
@@ -206,9 +207,15 @@ impl Run {
         self.read(|state, arenas| state.is_quiet(arenas.waiting_states()))
     }
 
-    /// Whether the run has finished and its memory can be freed.
+    /// Whether the run has finished and its memory can be freed. Not while another trainer of this host runs: it may not be
+    /// connected yet, or not again.
     pub(super) fn is_done(&self) -> bool {
-        self.read(|state, arenas| state.is_finished && !state.is_attached() && state.is_quiet(arenas.waiting_states()))
+        let is_over = self.read(|state, arenas| state.is_finished && !state.is_attached() && state.is_quiet(arenas.waiting_states()));
+        let may_connect = |rank: u32| {
+            let has_finished = self.read(|state, _| state.ranks.get(&rank).is_some_and(|state| state.is_finished));
+            !has_finished && is_held(&self.folder.rank(rank).lock())
+        };
+        is_over && !self.spec.local_ranks().any(may_connect)
     }
 
     /// The first tier, if a snapshot may be sent there while it is being encoded: the tier has everything else and
