@@ -259,7 +259,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let registry = Registry::new(folder);
         let run = runtime.block_on(registry.start(spec, 0)).unwrap();
-        let [first, second] = [0, 1].map(|rank| {
+        let [_first, second] = [0, 1].map(|rank| {
             let rank = run.folder.rank(rank);
             rank.create().unwrap();
             Lock::acquire(&rank.lock()).unwrap()
@@ -273,6 +273,5 @@ mod tests {
         drop(second);
         registry.clear_finished();
         assert!(!run.folder.spec().exists() && registry.find(&run.spec.key).is_err());
-        drop(first);
     }
 }

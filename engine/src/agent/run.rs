@@ -207,8 +207,8 @@ impl Run {
         self.read(|state, arenas| state.is_quiet(arenas.waiting_states()))
     }
 
-    /// Whether the run has finished and its memory can be freed. Not while another trainer of this host runs: it may not be
-    /// connected yet, or not again.
+    /// Whether the run has finished and its memory can be freed. A trainer of this host that has not finished and still runs may
+    /// connect, so the memory is kept for it.
     pub(super) fn is_done(&self) -> bool {
         let is_over = self.read(|state, arenas| state.is_finished && !state.is_attached() && state.is_quiet(arenas.waiting_states()));
         let may_connect = |rank: u32| {
