@@ -1,6 +1,6 @@
 """Every peer and us on the same tensors, in one process, taking turns: sizes, speeds, and whether every bit came back.
 
-Run by `run`, which makes the environment. Writes results.json, RESULTS.md and results.png, and renews the figures in docs/src/papers.md.
+Run by `run`, which makes the environment. Writes results.json, RESULTS.md and results.png, and renews the figures in PAGES.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from candidates import CANDIDATES, Unfit, bounds, ours
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+# Pages with figures that a whole run renews.
+PAGES = [ROOT / "docs" / "src" / "papers.md", ROOT / "docs" / "src" / "benchmarks" / "compression.md"]
 # A candidate that takes longer than this in a round takes part in two rounds only.
 PATIENCE_S = 2.0
 
@@ -241,7 +243,7 @@ def main():
     parser.add_argument("--render", action="store_true", help="measure nothing: write table, plot and figures from results.json again")
     arguments = parser.parse_args()
     if arguments.render:
-        render(json.loads((arguments.out / "results.json").read_text()), arguments.out, papers=arguments.out == HERE)
+        render(json.loads((arguments.out / "results.json").read_text()), arguments.out, pages=arguments.out == HERE)
         return
     found, missing = modules(Path(sys.prefix) / "missing")
     gc.disable()
@@ -275,17 +277,17 @@ def main():
     results["others"] = max(0.0, (spent[0] - spent[1]) / (time.perf_counter() - started))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    render(results, arguments.out, papers=arguments.out == HERE and not arguments.only)
+    render(results, arguments.out, pages=arguments.out == HERE and not arguments.only)
 
 
-def render(results, out, papers):
-    """Table, plot, and the figures in another page."""
+def render(results, out, pages):
+    """Table, plot, and the figures in other pages."""
     results["targets"] = report.targets(results)
     (out / "RESULTS.md").write_text(report.markdown(results))
     report.plot(results, out / "results.png")
-    if papers:
-        page = ROOT / "docs" / "src" / "papers.md"
-        page.write_text(report.fill(page.read_text(), results))
+    if pages:
+        for page in PAGES:
+            page.write_text(report.fill(page.read_text(), results))
     print(report.markdown(results))
 
 

@@ -216,12 +216,22 @@ def renew(page, kind, text_of):
 
 def fill(page, raw):
     """A page with its figures renewed: `<!--peers CASE/ROW/FIELD-->...<!---->`, FIELD of ratio, bits, encode, decode, or
-    `<!--peers scaling/TITLE/THREADS/FIELD-->` and `<!--peers buffers/TITLE/KIB/FIELD-->` with GiB/s."""
+    encode_median, decode_median; `<!--peers CASE/ROW/FIELD/OTHER-->`, the row's FIELD divided by that of row OTHER;
+    `<!--peers scaling/TITLE/THREADS/FIELD-->` and `<!--peers buffers/TITLE/KIB/FIELD-->` with GiB/s; `<!--peers measured-->`,
+    day and machine."""
     results = Results(raw)
 
     def of_table(rows, key, at, field):
         row = next(row for row in rows if row[key] == int(at))
         return f"{row['ratio']:.3f}" if field == "ratio" else f"{row['bytes'] / row[field + '_s'] / GIB:.2f}"
+
+    def number(case, candidate, field):
+        row, case = results.rows[case][candidate], results.cases[case]
+        numbers = {"ratio": row["ratio"], "bits": 8 * row["stored"] / case["elements"]}
+        for way in ("encode", "decode"):
+            if way in row:
+                numbers |= {way: case["bytes"] / row[way]["best_s"] / 1e9, f"{way}_median": case["bytes"] / row[way]["median_s"] / 1e9}
+        return numbers[field]
 
     def figure(name):
         first, *rest = name.split("/")
@@ -230,11 +240,12 @@ def fill(page, raw):
                 title, at, field = rest
                 rows = next(one["rows"] for one in raw[first] if one["title"] == title)
                 return of_table(rows, "threads" if first == "scaling" else "kib", at, field)
-            candidate, field = rest
-            row, case = results.rows[first][candidate], results.cases[first]
-            numbers = {"ratio": row["ratio"], "bits": 8 * row["stored"] / case["elements"]}
-            numbers |= {way: case["bytes"] / row[way]["best_s"] / 1e9 for way in ("encode", "decode") if way in row}
-            return f"{numbers[field]:.3g}"
+            if first == "measured":
+                return f"{raw['date']}, {raw['machine']}"
+            candidate, field, *other = rest
+            if other:
+                return f"{number(first, candidate, field) / number(first, other[0], field):{'.4g' if field == 'ratio' else '.2f'}}"
+            return f"{number(first, candidate, field):.3g}"
         except (KeyError, StopIteration):
             return None  # not measured this time: the page keeps its figure
 
