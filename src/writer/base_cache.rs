@@ -4,23 +4,28 @@
 //! the snapshot is committed, [`BaseCache::promote`] replaces the one by the other. [`BaseKeeping`] decides the form:
 //! decoded, encoded or in a file. A chunk that is not in the cache, or is damaged there, is read back from the store.
 //!
+//! A chunk of the new state takes over the memory of the base chunk that it was encoded against
+//! ([`BaseCache::take`]). Memory that is new to a process costs more than the copy.
+//!
 //! Invariants: the cache holds shards of one committed snapshot only. Each chunk is returned only if its CRC-32 is that
 //! of the save.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use rayon::prelude::*;
+
 use super::BaseKeeping;
-use super::input::ChunkRef;
 use crate::codec::{Columns, EncodedChunk, Registry, decode};
 use crate::limits::{reserve, to_usize};
 use crate::spare::{MaybeSpare, Spare};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
-use crate::{Error, Result, TensorView};
+use crate::{Error, Result, TensorView, parallel};
 
 /// Name of the tensor and rectangle of the shard.
 pub(super) type ShardKey = (String, Rect);
@@ -30,21 +35,23 @@ pub(super) fn key_of(view: &TensorView<'_>) -> ShardKey {
     (view.name().to_owned(), view.rect().clone())
 }
 
-/// A shard of the base, with the CRC-32 of each chunk. The checksums catch damage to memory or disk between two saves.
+/// A chunk of the base, with its CRC-32, which catches damage to memory or disk between two saves.
 #[derive(Debug)]
-struct KeptShard {
+struct KeptChunk {
     form: Form,
-    crcs: Vec<u32>,
+    crc: u32,
 }
 
 #[derive(Debug)]
 enum Form {
     /// Decoded bytes.
     Decoded(Vec<u8>),
-    /// Chunks that decode without a base and without partners.
-    Encoded(Vec<EncodedChunk>),
+    /// A chunk that decodes without a base and without partners.
+    Encoded(EncodedChunk),
     /// Decoded bytes in a file, from `offset` on.
     File { file: Arc<PrivateFile>, offset: u64 },
+    /// A chunk of the new state has taken its memory.
+    Taken,
 }
 
 /// A file of this process alone. It is unlinked at once if the system allows that, else when its last user drops it.
@@ -97,7 +104,8 @@ pub(super) type BaseChunk<'a> = MaybeSpare<'a>;
 #[derive(Debug, Default)]
 pub(super) struct BaseCache {
     snapshot: Option<Id>,
-    shards: HashMap<ShardKey, KeptShard>,
+    /// Chunks of each shard.
+    shards: HashMap<ShardKey, Vec<KeptChunk>>,
 }
 
 impl BaseCache {
@@ -106,10 +114,9 @@ impl BaseCache {
         if self.snapshot != Some(at.snapshot) {
             return None;
         }
-        let shard = self.shards.get(at.key)?;
-        let crc = *shard.crcs.get(usize::try_from(at.chunk).ok()?)?;
-        let problem = match shard.read(at, registry) {
-            Ok(bytes) if crc32fast::hash(&bytes) == crc => return Some(bytes),
+        let kept = self.kept(at.key, at.chunk)?;
+        let problem = match kept.read(at, registry).transpose()? {
+            Ok(bytes) if crc32fast::hash(&bytes) == kept.crc => return Some(bytes),
             Ok(_) => Error::corrupt("its checksum differs"),
             Err(e) => e,
         };
@@ -119,13 +126,22 @@ impl BaseCache {
 
     /// CRC-32 of a chunk of the base, if the chunk is kept.
     pub(super) fn crc(&self, snapshot: Id, key: &ShardKey, chunk: u64) -> Option<u32> {
-        let shard = self.shards.get(key).filter(|_| self.snapshot == Some(snapshot))?;
-        shard.crcs.get(usize::try_from(chunk).ok()?).copied()
+        let kept = self.kept(key, chunk).filter(|_| self.snapshot == Some(snapshot))?;
+        Some(kept.crc)
     }
 
-    /// Drops a shard that this save needs no more. Old and new base together then take little more memory than one.
-    pub(super) fn release(&mut self, key: &ShardKey) {
-        self.shards.remove(key);
+    fn kept(&self, key: &ShardKey, chunk: u64) -> Option<&KeptChunk> {
+        self.shards.get(key)?.get(usize::try_from(chunk).ok()?)
+    }
+
+    /// Drops a chunk that this save needs no more, and returns its memory, if it was decoded. Old and new base together
+    /// then take little more memory than one.
+    pub(super) fn take(&mut self, key: &ShardKey, chunk: u64) -> Option<Vec<u8>> {
+        let kept = self.shards.get_mut(key)?.get_mut(usize::try_from(chunk).ok()?)?;
+        match std::mem::replace(&mut kept.form, Form::Taken) {
+            Form::Decoded(bytes) => Some(bytes),
+            Form::Encoded(_) | Form::File { .. } | Form::Taken => None,
+        }
     }
 
     /// Drops all shards. The next delta reads its base back from the store.
@@ -142,22 +158,21 @@ impl BaseCache {
 
     /// Memory that the shards take, in bytes.
     pub(super) fn memory_bytes(&self) -> u64 {
-        self.shards.values().map(KeptShard::memory_bytes).fold(0, u64::saturating_add)
+        self.shards.values().flatten().map(KeptChunk::memory_bytes).fold(0, u64::saturating_add)
     }
 }
 
-impl KeptShard {
-    fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<BaseChunk<'_>> {
+impl KeptChunk {
+    /// Returns the decoded chunk; `None` if its memory was taken.
+    fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<Option<BaseChunk<'_>>> {
         let range = at.grid.bytes(at.chunk);
         let length = to_usize(range.end.saturating_sub(range.start), "a chunk")?;
         let missing = || Error::invalid("the cache does not hold it");
         match &self.form {
-            Form::Decoded(bytes) => {
-                let start = to_usize(range.start, "a shard")?;
-                Ok(BaseChunk::Borrowed(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
-            }
-            Form::Encoded(chunks) => {
-                let chunk = usize::try_from(at.chunk).ok().and_then(|at| chunks.get(at)).ok_or_else(missing)?;
+            Form::Taken => Ok(None),
+            Form::Decoded(bytes) if bytes.len() == length => Ok(Some(BaseChunk::Borrowed(bytes))),
+            Form::Decoded(_) => Err(missing()),
+            Form::Encoded(chunk) => {
                 let codec = registry.resolve(chunk.codec.as_ref().ok_or_else(missing)?)?;
                 let columns: Vec<(&str, bytes::Bytes)> = chunk.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
                 let elements = at.grid.elements(at.chunk);
@@ -165,42 +180,45 @@ impl KeptShard {
                 let mut out = Spare::new(length, "a base chunk")?;
                 let input = Columns { dtype: at.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
                 decode(codec.as_ref(), &input, &mut out)?;
-                Ok(BaseChunk::Own(out))
+                Ok(Some(BaseChunk::Own(out)))
             }
             Form::File { file, offset } => {
                 let mut out = Spare::new(length, "a base chunk")?;
-                let read = file.with(offset.saturating_add(range.start), |file| file.read_exact(&mut out));
+                let read = file.with(*offset, |file| file.read_exact(&mut out));
                 read.map_err(|e| Error::io("the base on local disk", e))?;
-                Ok(BaseChunk::Own(out))
+                Ok(Some(BaseChunk::Own(out)))
             }
         }
     }
 
     fn memory_bytes(&self) -> u64 {
-        let crcs = self.crcs.len() as u64 * 4;
-        crcs + match &self.form {
+        let content = match &self.form {
             Form::Decoded(bytes) => bytes.capacity() as u64,
-            Form::Encoded(chunks) => chunks.iter().flat_map(|chunk| &chunk.columns).map(|(_, bytes)| bytes.len() as u64).sum(),
-            Form::File { .. } => 0,
-        }
+            Form::Encoded(chunk) => chunk.columns.iter().map(|(_, bytes)| bytes.len() as u64).sum(),
+            Form::File { .. } | Form::Taken => 0,
+        };
+        content.saturating_add(size_of::<Self>() as u64)
     }
 }
 
-/// A shard that is being added: its chunks so far.
-#[derive(Debug, Default)]
-struct OpenShard {
-    encoded: Vec<EncodedChunk>,
-    decoded: Vec<u8>,
+/// A chunk of the state that is being saved.
+pub(super) struct NextChunk<'a> {
+    pub key: ShardKey,
+    /// Stored form.
+    pub data: Cow<'a, [u8]>,
+    /// The form that decodes alone, if [`NextBase::keeps_encoded`].
+    pub encoded: Option<EncodedChunk>,
+    pub crc: u32,
+    /// Memory to use again.
+    pub memory: Option<Vec<u8>>,
 }
 
 /// Collects the state that is being saved, as the base of the next delta.
 #[derive(Debug)]
 pub(super) struct NextBase {
     keeping: BaseKeeping,
-    shards: HashMap<ShardKey, KeptShard>,
-    /// Shards that are being added, by tensor and shard in the layout.
-    open: HashMap<(usize, usize), OpenShard>,
-    /// File of the shards, and the bytes written to it.
+    shards: HashMap<ShardKey, Vec<KeptChunk>>,
+    /// File of the chunks, and the bytes written to it.
     file: Option<(Arc<PrivateFile>, u64)>,
     /// Whether writing to local disk failed; nothing is kept then.
     failed: bool,
@@ -208,69 +226,122 @@ pub(super) struct NextBase {
 
 impl NextBase {
     pub(super) fn new(keeping: BaseKeeping) -> Self {
-        Self { keeping, shards: HashMap::new(), open: HashMap::new(), file: None, failed: false }
+        Self { keeping, shards: HashMap::new(), file: None, failed: false }
     }
 
-    /// Whether [`add_chunk`](Self::add_chunk) needs the encoded form of each chunk.
+    /// Whether [`add`](Self::add) needs the encoded form of each chunk.
     pub(super) fn keeps_encoded(&self) -> bool {
         self.keeping == BaseKeeping::Encoded
     }
 
-    /// Adds the next chunk of a shard: its stored form, and the form that decodes alone if
-    /// [`keeps_encoded`](Self::keeps_encoded).
-    pub(super) fn add_chunk(&mut self, at: ChunkRef, view: &TensorView<'_>, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
-        let shard = self.open.entry((at.tensor, at.shard)).or_default();
-        if let Some(mut chunk) = encoded {
+    /// Adds the next chunks of shards, each shard's in order.
+    pub(super) fn add(&mut self, chunks: Vec<NextChunk<'_>>) -> Result<()> {
+        let in_memory = |chunk: NextChunk<'_>| {
+            let bytes = copy_into(chunk.memory, &chunk.data)?;
+            Ok((chunk.key, KeptChunk { form: Form::Decoded(bytes), crc: chunk.crc }))
+        };
+        let encoded = |chunk: NextChunk<'_>| {
+            let mut encoded = chunk.encoded?;
             // The buffers of columns are larger than their content; a copy of the content frees them.
-            for (_, bytes) in &mut chunk.columns {
+            for (_, bytes) in &mut encoded.columns {
                 *bytes = bytes::Bytes::copy_from_slice(bytes);
             }
-            shard.encoded.push(chunk);
-        }
-        let keeps_bytes = match self.keeping {
-            BaseKeeping::Memory => true,
-            BaseKeeping::Disk(_) => !self.failed,
-            BaseKeeping::None | BaseKeeping::Encoded => false,
+            Some((chunk.key, KeptChunk { form: Form::Encoded(encoded), crc: chunk.crc }))
         };
-        if keeps_bytes {
-            if shard.decoded.is_empty() {
-                shard.decoded = reserve(view.data().len(), "the next base")?;
-            }
-            shard.decoded.extend_from_slice(data);
-        }
-        Ok(())
-    }
-
-    /// Ends a shard after its last chunk.
-    pub(super) fn finish_shard(&mut self, at: ChunkRef, view: &TensorView<'_>, crcs: Vec<u32>) {
-        let OpenShard { encoded, decoded: bytes } = self.open.remove(&(at.tensor, at.shard)).unwrap_or_default();
-        let form = match &self.keeping {
-            BaseKeeping::None => return,
-            BaseKeeping::Memory => Form::Decoded(bytes),
-            BaseKeeping::Encoded => Form::Encoded(encoded),
-            BaseKeeping::Disk(_) if self.failed => return,
-            BaseKeeping::Disk(folder) => match write_shard(&mut self.file, folder, &bytes) {
-                Ok(form) => form,
+        let kept: Vec<(ShardKey, KeptChunk)> = match &self.keeping {
+            BaseKeeping::None => return Ok(()),
+            BaseKeeping::Disk(_) if self.failed => return Ok(()),
+            BaseKeeping::Memory => parallel::run(|| chunks.into_par_iter().map(in_memory).collect::<Result<_>>())?,
+            BaseKeeping::Encoded => chunks.into_iter().filter_map(encoded).collect(),
+            BaseKeeping::Disk(folder) => match write_chunks(&mut self.file, folder, chunks) {
+                Ok(kept) => kept,
                 Err(error) => {
                     // A failed cache must not fail the save.
                     tracing::warn!(%error, "the base cannot be kept on local disk; the next delta reads it back from the store");
                     (self.failed, self.file) = (true, None);
                     self.shards.clear();
-                    return;
+                    return Ok(());
                 }
             },
         };
-        self.shards.insert(key_of(view), KeptShard { form, crcs });
+        for (key, chunk) in kept {
+            self.shards.entry(key).or_default().push(chunk);
+        }
+        Ok(())
     }
 }
 
-fn write_shard(file: &mut Option<(Arc<PrivateFile>, u64)>, folder: &Path, bytes: &[u8]) -> Result<Form> {
+/// Copies data into `memory`, or into new memory if that is too small.
+fn copy_into(memory: Option<Vec<u8>>, data: &[u8]) -> Result<Vec<u8>> {
+    let mut bytes = match memory {
+        Some(memory) if memory.capacity() >= data.len() => memory,
+        _ => reserve(data.len(), "the next base")?,
+    };
+    bytes.clear();
+    bytes.extend_from_slice(data);
+    Ok(bytes)
+}
+
+fn write_chunks(
+    file: &mut Option<(Arc<PrivateFile>, u64)>,
+    folder: &Path,
+    chunks: Vec<NextChunk<'_>>,
+) -> Result<Vec<(ShardKey, KeptChunk)>> {
     if file.is_none() {
         *file = Some((Arc::new(PrivateFile::create(folder)?), 0));
     }
     let Some((file, end)) = file else { return Err(Error::invalid("the base has no file")) };
-    file.with(*end, |file| file.write_all(bytes)).map_err(|e| Error::io(folder.display().to_string(), e))?;
-    let offset = *end;
-    *end = end.saturating_add(bytes.len() as u64);
-    Ok(Form::File { file: file.clone(), offset })
+    let write = |chunk: NextChunk<'_>| {
+        let (offset, bytes) = (*end, &chunk.data);
+        file.with(offset, |file| file.write_all(bytes)).map_err(|e| Error::io(folder.display().to_string(), e))?;
+        *end = offset.saturating_add(bytes.len() as u64);
+        Ok((chunk.key, KeptChunk { form: Form::File { file: file.clone(), offset }, crc: chunk.crc }))
+    };
+    chunks.into_iter().map(write).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use super::{BaseCache, CachedChunk, NextBase, NextChunk, ShardKey};
+    use crate::codec::Registry;
+    use crate::tensor::{ChunkGrid, Rect};
+    use crate::wire::Id;
+    use crate::writer::BaseKeeping;
+    use crate::{Dtype, Result};
+
+    fn next_chunk(key: &ShardKey, content: u8, memory: Option<Vec<u8>>) -> NextChunk<'static> {
+        let data = vec![content; 8];
+        NextChunk { key: key.clone(), crc: crc32fast::hash(&data), data: Cow::Owned(data), encoded: None, memory }
+    }
+
+    #[test]
+    fn a_new_chunk_takes_the_memory_of_its_base_chunk() -> Result<()> {
+        let key = ("weight".to_owned(), Rect::whole(&[4]));
+        let snapshot = Id::random()?;
+        let at = CachedChunk { snapshot, key: &key, grid: ChunkGrid::new(Dtype::Bf16, &[4])?, chunk: 0 };
+        let registry = Registry::default();
+        let mut cache = BaseCache::default();
+        let mut first = NextBase::new(BaseKeeping::Memory);
+        first.add(vec![next_chunk(&key, 1, None)])?;
+        cache.promote(snapshot, first);
+        assert_eq!(cache.chunk(&at, &registry).as_deref(), Some(&[1; 8][..]));
+
+        let memory = cache.take(&key, 0);
+        let address = memory.as_ref().map(|bytes| bytes.as_ptr());
+        assert!(address.is_some());
+        // The checksum stays known; the bytes come from the store from now on.
+        assert_eq!(cache.crc(snapshot, &key, 0), Some(crc32fast::hash(&[1; 8])));
+        assert!(cache.chunk(&at, &registry).is_none());
+        assert!(cache.take(&key, 0).is_none());
+
+        let mut second = NextBase::new(BaseKeeping::Memory);
+        second.add(vec![next_chunk(&key, 2, memory)])?;
+        cache.promote(snapshot, second);
+        let found = cache.chunk(&at, &registry);
+        assert_eq!(found.as_deref(), Some(&[2; 8][..]));
+        assert_eq!(found.as_deref().map(<[u8]>::as_ptr), address);
+        Ok(())
+    }
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::base_cache::{BaseCache, NextBase, key_of};
+use super::base_cache::{BaseCache, NextBase, NextChunk, key_of};
 use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
 use super::changed_rows::{ChangedRows, NextRows};
 use super::choices::Choices;
@@ -250,9 +250,10 @@ impl SaveRun<'_> {
     /// Records an encoded window, appends its chunks to their casks, and takes them into the next base.
     fn append_window(&mut self, window: &Window, mut encoded: EncodedWindow<'_>, choices: &mut Choices) -> Result<()> {
         let input = self.input;
+        let mut kept = Vec::new();
         for entry in window.in_cask_order() {
-            let (Entry::Chunk { shard, .. } | Entry::EmptyShard(shard)) = entry;
-            let shard = &self.plan.shards[shard];
+            let (Entry::Chunk { shard: position, .. } | Entry::EmptyShard(position)) = entry;
+            let shard = &self.plan.shards[position];
             let Some(cask) = self.casks.get_mut(&shard.slot) else { continue };
             let Entry::Chunk { unit, member, .. } = entry else {
                 cask.begin_shard(label(input.view(shard.first)))?;
@@ -281,18 +282,20 @@ impl SaveRun<'_> {
             if let Some(measured) = statistics {
                 self.uploaded.statistics.record(&input, at, measured)?;
             }
+            let crc = encoded.crc;
             cask.append(&input.place(at), encoded)?;
-            let Some(next) = &mut self.uploaded.next_base else { continue };
-            let view = input.view(at);
-            next.add_chunk(at, view, &rounded.data, standalone)?;
-            if at.chunk + 1 == shard.grid.chunk_count() {
-                next.finish_shard(at, view, self.uploaded.crcs[at.tensor][at.shard].clone());
+            if self.uploaded.next_base.is_some() {
+                let key = key_of(input.view(at));
+                // A later window may need the base chunk, as a partner.
+                let is_done = !self.plan.partners_elsewhere.contains(&position);
+                let memory = if is_done { self.base.take(&key, at.chunk) } else { None };
+                kept.push(NextChunk { key, data: rounded.data, encoded: standalone, crc, memory });
             }
         }
-        if self.uploaded.next_base.is_some() {
-            self.release_bases(window);
+        match &mut self.uploaded.next_base {
+            Some(next) => next.add(kept),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Uploads what was appended to the casks.
@@ -301,19 +304,6 @@ impl SaveRun<'_> {
             cask.send().await?;
         }
         Ok(())
-    }
-
-    /// Drops base chunks that no later window needs, so that old and new base together take little more memory than
-    /// one.
-    fn release_bases(&mut self, window: &Window) {
-        for unit in &window.units {
-            for &position in &unit.shards {
-                let shard = &self.plan.shards[position];
-                if unit.chunk + 1 == shard.grid.chunk_count() && !self.plan.partners_elsewhere.contains(&position) {
-                    self.base.release(&key_of(self.input.view(shard.first)));
-                }
-            }
-        }
     }
 
     /// Appends the blobs and the indexes, by slot, and publishes the large casks, all at once. If nothing in a slot
