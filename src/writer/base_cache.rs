@@ -4,8 +4,8 @@
 //! the snapshot is committed, [`BaseCache::promote`] replaces the one by the other. [`BaseKeeping`] decides the form:
 //! decoded, encoded or in a file. A chunk that is not in the cache, or is damaged there, is read back from the store.
 //!
-//! A chunk of the new state takes over the memory of the base chunk that it was encoded against
-//! ([`BaseCache::take`]). Memory that is new to a process costs more than the copy.
+//! A chunk of the new state takes over the memory of the same chunk of the old base ([`BaseCache::take`]), unless another
+//! unit may still need that. Memory that is new to a process costs more than the copy.
 //!
 //! Invariants: the cache holds shards of one committed snapshot only. Each chunk is returned only if its CRC-32 is that
 //! of the save.
@@ -50,7 +50,7 @@ enum Form {
     Encoded(EncodedChunk),
     /// Decoded bytes in a file, from `offset` on.
     File { file: Arc<PrivateFile>, offset: u64 },
-    /// A chunk of the new state has taken its memory.
+    /// Dropped: the save under way needs the chunk no more.
     Taken,
 }
 
@@ -163,7 +163,7 @@ impl BaseCache {
 }
 
 impl KeptChunk {
-    /// Returns the decoded chunk; `None` if its memory was taken.
+    /// Returns the decoded chunk; `None` if it was dropped.
     fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<Option<BaseChunk<'_>>> {
         let range = at.grid.bytes(at.chunk);
         let length = to_usize(range.end.saturating_sub(range.start), "a chunk")?;
@@ -204,6 +204,8 @@ impl KeptChunk {
 /// A chunk of the state that is being saved.
 pub(super) struct NextChunk<'a> {
     pub key: ShardKey,
+    /// Index of the chunk in the grid of the shard.
+    pub chunk: u64,
     /// Stored form.
     pub data: Cow<'a, [u8]>,
     /// The form that decodes alone, if [`NextBase::keeps_encoded`].
@@ -237,8 +239,8 @@ impl NextBase {
     /// Adds the next chunks of shards, each shard's in order.
     pub(super) fn add(&mut self, chunks: Vec<NextChunk<'_>>) -> Result<()> {
         let in_memory = |chunk: NextChunk<'_>| {
-            let bytes = copy_into(chunk.memory, &chunk.data)?;
-            Ok((chunk.key, KeptChunk { form: Form::Decoded(bytes), crc: chunk.crc }))
+            let form = Form::Decoded(copy_into(chunk.memory, &chunk.data)?);
+            Ok((chunk.key, chunk.chunk, KeptChunk { form, crc: chunk.crc }))
         };
         let encoded = |chunk: NextChunk<'_>| {
             let mut encoded = chunk.encoded?;
@@ -246,9 +248,9 @@ impl NextBase {
             for (_, bytes) in &mut encoded.columns {
                 *bytes = bytes::Bytes::copy_from_slice(bytes);
             }
-            Some((chunk.key, KeptChunk { form: Form::Encoded(encoded), crc: chunk.crc }))
+            Some((chunk.key, chunk.chunk, KeptChunk { form: Form::Encoded(encoded), crc: chunk.crc }))
         };
-        let kept: Vec<(ShardKey, KeptChunk)> = match &self.keeping {
+        let kept: Vec<(ShardKey, u64, KeptChunk)> = match &self.keeping {
             BaseKeeping::None => return Ok(()),
             BaseKeeping::Disk(_) if self.failed => return Ok(()),
             BaseKeeping::Memory => parallel::run(|| chunks.into_par_iter().map(in_memory).collect::<Result<_>>())?,
@@ -264,17 +266,23 @@ impl NextBase {
                 }
             },
         };
-        for (key, chunk) in kept {
-            self.shards.entry(key).or_default().push(chunk);
+        for (key, index, chunk) in kept {
+            let shard = self.shards.entry(key.clone()).or_insert_with(|| Vec::with_capacity(1));
+            // A chunk must not stand at the place of another one. A shard that is not whole is read back from the store.
+            if shard.len() as u64 == index {
+                shard.push(chunk);
+            } else {
+                self.shards.remove(&key);
+            }
         }
         Ok(())
     }
 }
 
-/// Copies data into `memory`, or into new memory if that is too small.
+/// Copies data into `memory`, or into new memory if that is too small or more than twice as large.
 fn copy_into(memory: Option<Vec<u8>>, data: &[u8]) -> Result<Vec<u8>> {
     let mut bytes = match memory {
-        Some(memory) if memory.capacity() >= data.len() => memory,
+        Some(memory) if (data.len()..=data.len().saturating_mul(2)).contains(&memory.capacity()) => memory,
         _ => reserve(data.len(), "the next base")?,
     };
     bytes.clear();
@@ -286,7 +294,7 @@ fn write_chunks(
     file: &mut Option<(Arc<PrivateFile>, u64)>,
     folder: &Path,
     chunks: Vec<NextChunk<'_>>,
-) -> Result<Vec<(ShardKey, KeptChunk)>> {
+) -> Result<Vec<(ShardKey, u64, KeptChunk)>> {
     if file.is_none() {
         *file = Some((Arc::new(PrivateFile::create(folder)?), 0));
     }
@@ -295,7 +303,7 @@ fn write_chunks(
         let (offset, bytes) = (*end, &chunk.data);
         file.with(offset, |file| file.write_all(bytes)).map_err(|e| Error::io(folder.display().to_string(), e))?;
         *end = offset.saturating_add(bytes.len() as u64);
-        Ok((chunk.key, KeptChunk { form: Form::File { file: file.clone(), offset }, crc: chunk.crc }))
+        Ok((chunk.key, chunk.chunk, KeptChunk { form: Form::File { file: file.clone(), offset }, crc: chunk.crc }))
     };
     chunks.into_iter().map(write).collect()
 }
@@ -311,9 +319,9 @@ mod tests {
     use crate::writer::BaseKeeping;
     use crate::{Dtype, Result};
 
-    fn next_chunk(key: &ShardKey, content: u8, memory: Option<Vec<u8>>) -> NextChunk<'static> {
+    fn next_chunk(key: &ShardKey, chunk: u64, content: u8, memory: Option<Vec<u8>>) -> NextChunk<'static> {
         let data = vec![content; 8];
-        NextChunk { key: key.clone(), crc: crc32fast::hash(&data), data: Cow::Owned(data), encoded: None, memory }
+        NextChunk { key: key.clone(), chunk, crc: crc32fast::hash(&data), data: Cow::Owned(data), encoded: None, memory }
     }
 
     #[test]
@@ -324,7 +332,7 @@ mod tests {
         let registry = Registry::default();
         let mut cache = BaseCache::default();
         let mut first = NextBase::new(BaseKeeping::Memory);
-        first.add(vec![next_chunk(&key, 1, None)])?;
+        first.add(vec![next_chunk(&key, 0, 1, None)])?;
         cache.promote(snapshot, first);
         assert_eq!(cache.chunk(&at, &registry).as_deref(), Some(&[1; 8][..]));
 
@@ -337,11 +345,25 @@ mod tests {
         assert!(cache.take(&key, 0).is_none());
 
         let mut second = NextBase::new(BaseKeeping::Memory);
-        second.add(vec![next_chunk(&key, 2, memory)])?;
+        second.add(vec![next_chunk(&key, 0, 2, memory)])?;
         cache.promote(snapshot, second);
         let found = cache.chunk(&at, &registry);
         assert_eq!(found.as_deref(), Some(&[2; 8][..]));
         assert_eq!(found.as_deref().map(<[u8]>::as_ptr), address);
+        Ok(())
+    }
+
+    #[test]
+    fn a_shard_that_lacks_a_chunk_is_not_kept() -> Result<()> {
+        let [gap, whole] = ["gap", "whole"].map(|name| (name.to_owned(), Rect::whole(&[4])));
+        let snapshot = Id::random()?;
+        let mut next = NextBase::new(BaseKeeping::Memory);
+        next.add(vec![next_chunk(&gap, 0, 1, None), next_chunk(&gap, 2, 3, None), next_chunk(&whole, 0, 1, None)])?;
+        next.add(vec![next_chunk(&gap, 3, 4, None), next_chunk(&whole, 1, 2, None)])?;
+        let mut cache = BaseCache::default();
+        cache.promote(snapshot, next);
+        assert!((0..4).all(|chunk| cache.crc(snapshot, &gap, chunk).is_none()));
+        assert_eq!(cache.crc(snapshot, &whole, 1), Some(crc32fast::hash(&[2; 8])));
         Ok(())
     }
 }

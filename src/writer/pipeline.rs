@@ -286,10 +286,10 @@ impl SaveRun<'_> {
             cask.append(&input.place(at), encoded)?;
             if self.uploaded.next_base.is_some() {
                 let key = key_of(input.view(at));
-                // A later window may need the base chunk, as a partner.
+                // A unit of a later window may need this base chunk: its codecs use this shard as a partner.
                 let is_done = !self.plan.partners_elsewhere.contains(&position);
                 let memory = if is_done { self.base.take(&key, at.chunk) } else { None };
-                kept.push(NextChunk { key, data: rounded.data, encoded: standalone, crc, memory });
+                kept.push(NextChunk { key, chunk: at.chunk, data: rounded.data, encoded: standalone, crc, memory });
             }
         }
         match &mut self.uploaded.next_base {

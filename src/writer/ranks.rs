@@ -188,7 +188,7 @@ impl RankPart {
             }
         };
         if let Err(error) = uploaded.publish().await {
-            // The failed attempt may have released shards of the old base.
+            // The failed attempt may have dropped chunks of the old base.
             self.pipeline.base.clear();
             return Err(error);
         }

@@ -70,7 +70,7 @@ impl Writer {
                 Err(error) if parent.is_some() && error.is_damage() => error,
                 Err(error) => {
                     if self.pipeline.keeps_state(parent.as_ref()) {
-                        // The failed attempt may have released shards of the old base.
+                        // The failed attempt may have dropped chunks of the old base.
                         self.pipeline.base.clear();
                     }
                     return Err(error);
