@@ -61,7 +61,7 @@ async fn masters_are_what_the_weights_lack() {
 }
 
 /// The roles of a large state have casks of their own, which are written at once, parameter by parameter. A kept base is
-/// not read again, although the moments of a master are needed in two windows.
+/// not read back from the store.
 #[tokio::test]
 async fn a_large_state_is_written_parameter_by_parameter() {
     for base_cache in [BaseKeeping::None, BaseKeeping::Memory, BaseKeeping::Encoded] {
