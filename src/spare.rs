@@ -25,9 +25,9 @@ struct Pool {
 }
 
 impl Pool {
-    /// Takes a buffer with room for `bytes`, and not much more.
+    /// Takes a buffer that [fits](fits) `bytes`.
     fn take(&mut self, bytes: usize) -> Option<Vec<u8>> {
-        let at = self.buffers.iter().rposition(|buffer| (bytes..=bytes.saturating_mul(2)).contains(&buffer.capacity()))?;
+        let at = self.buffers.iter().rposition(|buffer| fits(buffer, bytes))?;
         let buffer = self.buffers.swap_remove(at);
         self.bytes = self.bytes.saturating_sub(buffer.capacity());
         Some(buffer)
@@ -41,6 +41,11 @@ impl Pool {
             self.buffers.push(buffer);
         }
     }
+}
+
+/// Whether a buffer has room for `bytes`, and for at most twice as many.
+pub(crate) fn fits(buffer: &Vec<u8>, bytes: usize) -> bool {
+    (bytes..=bytes.saturating_mul(2)).contains(&buffer.capacity())
 }
 
 fn try_lock(pool: &'static Mutex<Pool>) -> Option<MutexGuard<'static, Pool>> {

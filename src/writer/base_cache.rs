@@ -12,6 +12,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ use rayon::prelude::*;
 use super::BaseKeeping;
 use crate::codec::{Columns, EncodedChunk, Registry, decode};
 use crate::limits::{reserve, to_usize};
-use crate::spare::{MaybeSpare, Spare};
+use crate::spare::{MaybeSpare, Spare, fits};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
 use crate::{Error, Result, TensorView, parallel};
@@ -51,7 +52,7 @@ enum Form {
     /// Decoded bytes in a file, from `offset` on.
     File { file: Arc<PrivateFile>, offset: u64 },
     /// Dropped: the save under way needs the chunk no more.
-    Taken,
+    Dropped,
 }
 
 /// A file of this process alone. It is unlinked at once if the system allows that, else when its last user drops it.
@@ -138,9 +139,9 @@ impl BaseCache {
     /// then take little more memory than one.
     pub(super) fn take(&mut self, key: &ShardKey, chunk: u64) -> Option<Vec<u8>> {
         let kept = self.shards.get_mut(key)?.get_mut(usize::try_from(chunk).ok()?)?;
-        match std::mem::replace(&mut kept.form, Form::Taken) {
+        match std::mem::replace(&mut kept.form, Form::Dropped) {
             Form::Decoded(bytes) => Some(bytes),
-            Form::Encoded(_) | Form::File { .. } | Form::Taken => None,
+            Form::Encoded(_) | Form::File { .. } | Form::Dropped => None,
         }
     }
 
@@ -169,7 +170,7 @@ impl KeptChunk {
         let length = to_usize(range.end.saturating_sub(range.start), "a chunk")?;
         let missing = || Error::invalid("the cache does not hold it");
         match &self.form {
-            Form::Taken => Ok(None),
+            Form::Dropped => Ok(None),
             Form::Decoded(bytes) if bytes.len() == length => Ok(Some(BaseChunk::Borrowed(bytes))),
             Form::Decoded(_) => Err(missing()),
             Form::Encoded(chunk) => {
@@ -195,7 +196,7 @@ impl KeptChunk {
         let content = match &self.form {
             Form::Decoded(bytes) => bytes.capacity() as u64,
             Form::Encoded(chunk) => chunk.columns.iter().map(|(_, bytes)| bytes.len() as u64).sum(),
-            Form::File { .. } | Form::Taken => 0,
+            Form::File { .. } | Form::Dropped => 0,
         };
         content.saturating_add(size_of::<Self>() as u64)
     }
@@ -267,22 +268,22 @@ impl NextBase {
             },
         };
         for (key, index, chunk) in kept {
-            let shard = self.shards.entry(key.clone()).or_insert_with(|| Vec::with_capacity(1));
             // A chunk must not stand at the place of another one. A shard that is not whole is read back from the store.
-            if shard.len() as u64 == index {
-                shard.push(chunk);
-            } else {
-                self.shards.remove(&key);
+            match self.shards.entry(key) {
+                Entry::Vacant(shard) if index == 0 => drop(shard.insert(vec![chunk])),
+                Entry::Vacant(_) => {}
+                Entry::Occupied(mut shard) if shard.get().len() as u64 == index => shard.get_mut().push(chunk),
+                Entry::Occupied(shard) => drop(shard.remove()),
             }
         }
         Ok(())
     }
 }
 
-/// Copies data into `memory`, or into new memory if that is too small or more than twice as large.
+/// Copies data into `memory`, or into new memory if that does not [fit](fits).
 fn copy_into(memory: Option<Vec<u8>>, data: &[u8]) -> Result<Vec<u8>> {
     let mut bytes = match memory {
-        Some(memory) if (data.len()..=data.len().saturating_mul(2)).contains(&memory.capacity()) => memory,
+        Some(memory) if fits(&memory, data.len()) => memory,
         _ => reserve(data.len(), "the next base")?,
     };
     bytes.clear();

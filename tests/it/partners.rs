@@ -94,7 +94,7 @@ async fn a_large_state_is_written_parameter_by_parameter() {
                 base_bytes = saved.stored_bytes;
             } else {
                 assert!(saved.chunks.contains_key("tc.replay"), "{:?}", saved.chunks);
-                // Both moments are read again for a master that is encoded apart from them.
+                // Without a kept base, both moments are read again for a master that is encoded apart from them.
                 let most = if base_cache == BaseKeeping::None { 3 * base_bytes } else { base_bytes / 20 };
                 assert!(read < most, "{base_cache:?}: {read} bytes were read, the base has {base_bytes}");
             }
