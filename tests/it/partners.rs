@@ -78,10 +78,14 @@ async fn a_large_state_is_written_parameter_by_parameter() {
                 "master" => format!("{}.copy{:03}", view.name(), copies - copy),
                 _ => format!("{}.copy{copy:03}", view.name()),
             };
-            let state: Vec<TensorView<'_>> = (0..copies)
-                .flat_map(|copy| views.iter().map(move |view| (copy, view)))
-                .map(|(copy, view)| {
-                    let tensor = TensorView::new(name(view, copy), view.dtype(), view.shape(), view.data()).unwrap();
+            // Each copy has memory of its own: tensors that share memory are stored once.
+            let memory_of_copies: Vec<Vec<Vec<u8>>> =
+                (0..copies).map(|_| views.iter().map(|view| view.data().to_vec()).collect()).collect();
+            let copied = memory_of_copies.iter().enumerate();
+            let state: Vec<TensorView<'_>> = copied
+                .flat_map(|(copy, memory)| views.iter().zip(memory).map(move |(view, data)| (copy, view, data)))
+                .map(|(copy, view, data)| {
+                    let tensor = TensorView::new(name(view, copy), view.dtype(), view.shape(), data).unwrap();
                     tensor.with_role(view.role(), format!("{}.{copy}", view.param()))
                 })
                 .collect();
@@ -90,6 +94,7 @@ async fn a_large_state_is_written_parameter_by_parameter() {
             let read = store.io().bytes_read - read_before;
             let snapshot = store.snapshot(step).await.unwrap();
             assert_eq!(snapshot.manifest().casks.len(), 4);
+            assert_eq!(saved.chunks.values().sum::<u64>(), state.len() as u64, "a tensor was not stored by itself");
             if step == 1000 {
                 base_bytes = saved.stored_bytes;
             } else {
