@@ -24,7 +24,7 @@ fuzz_target!(|data: &[u8]| {
     let manifest = fix_seal(manifest);
     let digest = Manifest::decode(&manifest, &limits).map_or(Digest([0; 32]), |(_, digest)| digest);
     let inline = Some((manifest.len() as u64).wrapping_add_signed(i64::from(off as i8)));
-    let event = Event::Added { snapshot: Id([1; 16]), step: 1, parent: None, manifest: digest, inline };
+    let event = Event::Added { snapshot: Id([1; 16]), step: 1, parent: None, manifest: digest, inline, roles: None };
     let (mut entry, _) = LogEntry::new(1, None, Id([2; 16]), Id([3; 16]), 0, event).encode().unwrap();
     entry.extend(InlineSnapshot::encode(&manifest, [casks]));
     let entry = Bytes::from(entry);

@@ -16,7 +16,7 @@ use tensorcask::{ErrorKind, Store, StoreOptions};
 #[derive(Debug, Arbitrary)]
 enum Step {
     Opened,
-    Added { id: u8, step: u8, parent: Option<u8> },
+    Added { id: u8, step: u8, parent: Option<u8>, roles: Option<Vec<u8>> },
     Forgotten(Vec<u8>),
     Pinned(u8, bool),
     Compacted { id: u8, parent: Option<u8>, roles: Option<Vec<u8>> },
@@ -49,18 +49,28 @@ fn id(number: u8) -> Id {
     Id([number % 8; 16])
 }
 
+fn names(roles: &[u8]) -> Vec<String> {
+    roles.iter().map(|role| format!("r{}", role % 4)).collect()
+}
+
+/// Roles as numbers, if a snapshot may be reduced to them: some, strictly ascending.
+fn reduction(roles: &[u8]) -> Option<Vec<u8>> {
+    let roles: Vec<u8> = roles.iter().map(|role| role % 4).collect();
+    (!roles.is_empty() && roles.is_sorted_by(|a, b| a < b)).then_some(roles)
+}
+
 fn event(step: &Step) -> Event {
     let ids = |numbers: &[u8]| numbers.iter().map(|&number| id(number)).collect();
     match step {
         Step::Opened => Event::Opened { leader: None },
-        Step::Added { id: number, step, parent } => {
+        Step::Added { id: number, step, parent, roles } => {
             let (snapshot, step, parent) = (id(*number), u64::from(step % 4), parent.map(id));
-            Event::Added { snapshot, step, parent, manifest: Digest([1; 32]), inline: None }
+            Event::Added { snapshot, step, parent, manifest: Digest([1; 32]), inline: None, roles: roles.as_deref().map(names) }
         }
         Step::Forgotten(numbers) => Event::Forgotten { snapshots: ids(numbers) },
         Step::Pinned(number, pinned) => Event::Pinned { snapshot: id(*number), pinned: *pinned },
         Step::Compacted { id: number, parent, roles } => {
-            let roles = roles.as_ref().map(|roles| roles.iter().map(|role| format!("r{}", role % 4)).collect());
+            let roles = roles.as_deref().map(names);
             Event::Compacted { snapshot: id(*number), parent: parent.map(id), manifest: Digest([2; 32]), roles }
         }
         Step::Collecting(numbers) => Event::Collecting { snapshots: ids(numbers) },
@@ -77,14 +87,18 @@ fn apply(known: &mut BTreeMap<u8, Known>, step: &Step) -> Option<bool> {
     let at = |number: &u8| number % 8;
     match step {
         Step::Opened => {}
-        Step::Added { id, step, parent } => {
+        Step::Added { id, step, parent, roles } => {
             if known.contains_key(&at(id)) || parent.as_ref().is_some_and(|parent| !known.contains_key(&at(parent))) {
                 return None;
             }
             let step = u64::from(step % 4);
             known.values_mut().filter(|other| other.step == step).for_each(|other| other.live = false);
             let parent = parent.as_ref().map(at);
-            known.insert(at(id), Known { step, parent, roles: None, live: true, collected: false });
+            let roles = match roles {
+                Some(roles) => Some(reduction(roles)?),
+                None => None,
+            };
+            known.insert(at(id), Known { step, parent, roles, live: true, collected: false });
         }
         Step::Forgotten(ids) | Step::Collecting(ids) => {
             for id in ids {
@@ -101,9 +115,9 @@ fn apply(known: &mut BTreeMap<u8, Known>, step: &Step) -> Option<bool> {
                 return None;
             }
             if let Some(roles) = roles {
-                let roles: Vec<u8> = roles.iter().map(|role| role % 4).collect();
+                let roles = reduction(roles)?;
                 let had = |role: &u8| found.roles.as_ref().is_none_or(|had| had.contains(role));
-                if roles.is_empty() || !roles.is_sorted_by(|a, b| a < b) || !roles.iter().all(had) {
+                if !roles.iter().all(had) {
                     return None;
                 }
                 found.roles = Some(roles);

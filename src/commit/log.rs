@@ -193,6 +193,13 @@ impl Log {
             // Never commits an entry that readers would refuse: nobody could open the store any more.
             LogEntry::decode(&bytes, sequence, self.store.limits())
                 .map_err(|e| Error::invalid(format!("the log entry would not be readable: {}", e.message())).source(e))?;
+            self.state.check(&entry).map_err(|e| {
+                let message = format!(
+                    "the log entry is refused: {}; nothing was committed. If another process writes to the store, try again",
+                    e.message()
+                );
+                Error::new(ErrorKind::Conflict, message).source(e)
+            })?;
             if !confirmed && let Standing::Stale(stale) = self.confirm(needs).await? {
                 return Ok(Appended::Refused(stale));
             }

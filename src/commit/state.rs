@@ -154,9 +154,14 @@ pub(crate) struct LogState {
     by_step: HashMap<u64, usize>,
 }
 
+/// Whether an entry may reduce a snapshot to these roles: at least one, strictly ascending.
+fn is_valid_reduction(roles: &[String]) -> bool {
+    !roles.is_empty() && roles.is_sorted_by(|a, b| a < b)
+}
+
 impl LogState {
-    /// Updates the state by `entry`, whose digest is `digest`.
-    pub(crate) fn apply(&mut self, entry: &LogEntry, digest: Digest) -> Result<()> {
+    /// Checks that `entry` may follow this state (log 3): readers refuse the log otherwise. Reads no object.
+    pub(crate) fn check(&self, entry: &LogEntry) -> Result<()> {
         let bad = |message: String, clause| Err(Error::corrupt(message).object(LogEntry::path_of(entry.sequence)).clause(clause));
         if Some(entry.sequence) != self.sequence.checked_add(1) {
             return bad(format!("entry {} follows entry {}", entry.sequence, self.sequence), "log 3.1");
@@ -164,14 +169,56 @@ impl LogState {
         if entry.previous != self.head {
             return bad("does not continue the entry before it: one of the two was replaced".into(), "log 3.2");
         }
+        let unknown = |ids: &[Id]| ids.iter().copied().find(|id| !self.by_id.contains_key(id));
+        match &entry.event {
+            Event::Opened { .. } => Ok(()),
+            Event::Added { snapshot, parent, roles, .. } => match (parent, roles) {
+                _ if self.by_id.contains_key(snapshot) => bad(format!("snapshot {snapshot} was added twice"), "log 3.4"),
+                (Some(parent), _) if !self.by_id.contains_key(parent) => {
+                    bad(format!("adds a delta on {parent}, which no earlier entry added"), "log 3.4")
+                }
+                (_, Some(roles)) if !is_valid_reduction(roles) => {
+                    bad(format!("adds {snapshot} with an empty or unsorted list of roles"), "log 3.6")
+                }
+                _ => Ok(()),
+            },
+            Event::Forgotten { snapshots } => match unknown(snapshots) {
+                Some(id) => bad(format!("forgets {id}, which no earlier entry added"), "log 3.4"),
+                None => Ok(()),
+            },
+            Event::Pinned { snapshot, .. } => match unknown(&[*snapshot]) {
+                Some(id) => bad(format!("pins {id}, which no earlier entry added"), "log 3.4"),
+                None => Ok(()),
+            },
+            Event::Compacted { snapshot, parent, roles, .. } => {
+                let Some(record) = self.by_id(*snapshot) else {
+                    return bad(format!("compacts {snapshot}, which no earlier entry added"), "log 3.4");
+                };
+                if parent.is_some() && *parent != record.parent {
+                    return bad(format!("gives {snapshot} a parent that it did not have"), "log 3.5");
+                }
+                let had = |role: &String| record.roles.as_ref().is_none_or(|had| had.contains(role));
+                match roles {
+                    Some(roles) if !is_valid_reduction(roles) || !roles.iter().all(had) => {
+                        bad(format!("gives {snapshot} roles that do not ascend, or that it did not have"), "log 3.6")
+                    }
+                    _ => Ok(()),
+                }
+            }
+            Event::Collecting { snapshots } => match unknown(snapshots) {
+                Some(id) => bad(format!("collects {id}, which no earlier entry added"), "log 3.4"),
+                None => Ok(()),
+            },
+            Event::Upgraded { must_understand, .. } => check_feature_names(must_understand),
+        }
+    }
+
+    /// Updates the state by `entry`, whose digest is `digest`. An entry that may not follow changes nothing.
+    pub(crate) fn apply(&mut self, entry: &LogEntry, digest: Digest) -> Result<()> {
+        self.check(entry)?;
         match &entry.event {
             Event::Opened { leader } => self.leadership.on_opened(entry.writer, entry.sequence, *leader),
-            Event::Added { snapshot, step, parent, manifest, inline } => {
-                if let Some(parent) = parent
-                    && !self.by_id.contains_key(parent)
-                {
-                    return bad(format!("adds a delta on {parent}, which no earlier entry added"), "log 3.4");
-                }
+            Event::Added { snapshot, step, parent, manifest, inline, roles } => {
                 self.insert(SnapshotRecord {
                     sequence: entry.sequence,
                     revision: entry.sequence,
@@ -182,7 +229,7 @@ impl LogState {
                     status: SnapshotStatus::Live,
                     pinned: false,
                     time_ms: entry.time_ms,
-                    roles: None,
+                    roles: roles.clone(),
                     inline: *inline,
                     summary: None,
                 })?;
@@ -190,44 +237,33 @@ impl LogState {
             }
             Event::Forgotten { snapshots } => {
                 for id in snapshots {
-                    match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
-                        Some(record) if record.status == SnapshotStatus::Collected => {}
-                        Some(record) => record.status = SnapshotStatus::Forgotten,
-                        None => return bad(format!("forgets {id}, which no earlier entry added"), "log 3.4"),
+                    if let Some(record) = self.record_mut(*id).filter(|record| record.status != SnapshotStatus::Collected) {
+                        record.status = SnapshotStatus::Forgotten;
                     }
                 }
             }
-            Event::Pinned { snapshot, pinned } => match self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) {
-                Some(record) => record.pinned = *pinned,
-                None => return bad(format!("pins {snapshot}, which no earlier entry added"), "log 3.4"),
-            },
+            Event::Pinned { snapshot, pinned } => {
+                if let Some(record) = self.record_mut(*snapshot) {
+                    record.pinned = *pinned;
+                }
+            }
             Event::Compacted { snapshot, parent, manifest, roles } => {
-                let Some(record) = self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) else {
-                    return bad(format!("compacts {snapshot}, which no earlier entry added"), "log 3.4");
-                };
-                if parent.is_some() && *parent != record.parent {
-                    return bad(format!("gives {snapshot} a parent that it did not have"), "log 3.5");
-                }
-                if let Some(roles) = roles {
-                    let had = |role: &String| record.roles.as_ref().is_none_or(|had| had.contains(role));
-                    if roles.is_empty() || !roles.is_sorted_by(|a, b| a < b) || !roles.iter().all(had) {
-                        return bad(format!("gives {snapshot} roles that do not ascend, or that it did not have"), "log 3.6");
+                if let Some(record) = self.record_mut(*snapshot) {
+                    if roles.is_some() {
+                        record.roles.clone_from(roles);
                     }
-                    record.roles = Some(roles.clone());
+                    (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
+                    (record.inline, record.summary) = (None, None);
                 }
-                (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
-                (record.inline, record.summary) = (None, None);
             }
             Event::Collecting { snapshots } => {
                 for id in snapshots {
-                    match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
-                        Some(record) => record.status = SnapshotStatus::Collected,
-                        None => return bad(format!("collects {id}, which no earlier entry added"), "log 3.4"),
+                    if let Some(record) = self.record_mut(*id) {
+                        record.status = SnapshotStatus::Collected;
                     }
                 }
             }
             Event::Upgraded { must_understand, may_ignore } => {
-                check_feature_names(must_understand)?;
                 self.must_understand.extend(must_understand.iter().cloned());
                 self.may_ignore.extend(may_ignore.iter().cloned());
             }
@@ -240,6 +276,10 @@ impl LogState {
         self.sequence = entry.sequence;
         self.head = Some(digest);
         Ok(())
+    }
+
+    fn record_mut(&mut self, id: Id) -> Option<&mut SnapshotRecord> {
+        self.by_id.get(&id).and_then(|&at| self.snapshots.get_mut(at))
     }
 
     /// Keeps the bytes of an entry that holds a snapshot, so that opening the snapshot needs no request. Drops the oldest

@@ -90,17 +90,17 @@ impl Copier {
     #[boxed]
     pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
         let from = Log::load(source).await?;
-        let wanted = snapshots_to_copy(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
-        let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
-        check_order(from.state(), self.log.state(), &missing)?;
-        if !missing.is_empty() {
+        let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+        if !plan.missing.is_empty() {
+            // Another copier may have added snapshots before this one fenced it.
             self.open_log(None).await?;
+            plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         }
-        for record in missing {
+        let mut report = plan.report();
+        for record in &plan.missing {
             self.copy_snapshot(source, from.state(), record, &mut report).await?;
         }
-        Ok((wanted, report))
+        Ok((plan.wanted, report))
     }
 
     /// Copies part i of n of the casks that the destination lacks, each checked there. Commits nothing.
@@ -110,14 +110,12 @@ impl Copier {
             return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
         }
         let from = Log::load(source).await?;
-        let wanted = snapshots_to_copy(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
-        let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
-        check_order(from.state(), self.log.state(), &missing)?;
+        let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+        let mut report = plan.report();
         let destination = self.destination.clone();
-        for record in missing {
+        for record in &plan.missing {
             let stored = StoredSnapshot::read(source, record).await?;
-            if stored.fits_inline(&destination, record) {
+            if stored.fits_inline(&destination) {
                 continue;
             }
             for (cask, from) in stored.manifest.casks.iter().zip(&stored.casks) {
@@ -155,7 +153,7 @@ impl Copier {
         let mut oldest_ms = now;
         let age = Age::start();
         let is_base = record.parent.is_none();
-        let payload = match stored.fits_inline(destination, record) {
+        let payload = match stored.fits_inline(destination) {
             true => Some(stored.payload(is_base, destination.limits()).await?),
             false => None,
         };
@@ -199,7 +197,8 @@ impl Copier {
                 if let Some(parent) = record.parent {
                     chain_of(state, parent, destination.limits().max_chain_depth)?;
                 }
-                Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest, inline })
+                let (snapshot, step, parent, manifest) = (record.id, record.step, record.parent, record.manifest);
+                Ok(Event::Added { snapshot, step, parent, manifest, inline, roles: record.roles.clone() })
             });
             match appended.await.in_object(path.as_str())? {
                 Appended::Committed(_) => break,
@@ -318,6 +317,27 @@ impl Copier {
     }
 }
 
+/// Snapshots to copy.
+struct CopyPlan {
+    /// Snapshots that the destination should have, in the order of the source.
+    wanted: Vec<SnapshotRecord>,
+    /// Wanted snapshots that the destination lacks.
+    missing: Vec<SnapshotRecord>,
+}
+
+impl CopyPlan {
+    fn new(source: &Store, from: &LogState, there: &LogState, steps: Option<&[u64]>) -> Result<Self> {
+        let wanted = snapshots_to_copy(source, from, there, steps)?;
+        let missing: Vec<SnapshotRecord> = wanted.iter().filter(|record| there.by_id(record.id).is_none()).cloned().collect();
+        check_order(from, there, &missing)?;
+        Ok(Self { wanted, missing })
+    }
+
+    fn report(&self) -> CopyReport {
+        CopyReport { present: (self.wanted.len() - self.missing.len()) as u64, ..CopyReport::default() }
+    }
+}
+
 /// Manifest and casks of a snapshot to copy.
 struct StoredSnapshot {
     manifest: Manifest,
@@ -340,11 +360,9 @@ impl StoredSnapshot {
         Ok(Self { manifest, manifest_bytes, casks })
     }
 
-    /// Whether the destination gets the snapshot within its log entry. The `compacted` entry that reduces a copied snapshot names casks
-    /// that are objects.
-    fn fits_inline(&self, destination: &Store, record: &SnapshotRecord) -> bool {
-        let bytes = (self.manifest_bytes.len() as u64).saturating_add(self.manifest.stored_bytes());
-        record.roles.is_none() && saves_inline(destination, bytes)
+    /// Whether the destination gets the snapshot within its log entry.
+    fn fits_inline(&self, destination: &Store) -> bool {
+        saves_inline(destination, (self.manifest_bytes.len() as u64).saturating_add(self.manifest.stored_bytes()))
     }
 
     /// The snapshot as a log entry holds it, every byte checked.
@@ -366,7 +384,7 @@ fn fenced() -> Error {
 }
 
 /// Refuses to add a snapshot after newer ones: `latest` is the newest commit, and must be the same at the destination.
-fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRecord]) -> Result<()> {
+fn check_order(source: &LogState, destination: &LogState, missing: &[SnapshotRecord]) -> Result<()> {
     let newest = destination.snapshots().iter().filter_map(|record| source.by_id(record.id)).map(|record| record.sequence).max();
     match missing.iter().find(|record| newest.is_some_and(|newest| record.sequence < newest)) {
         None => Ok(()),

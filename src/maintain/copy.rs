@@ -1,19 +1,17 @@
 //! Copies snapshots into another store: once with [`copy`], or as they come with a [`Copier`].
 //!
-//! Ids, manifests and casks stay the same; the destination gets a log of its own. After the copy, the status of each
-//! snapshot (live, forgotten, pinned, reduced) is mirrored by further log entries.
+//! Ids, manifests and casks stay the same; the destination gets a log of its own. The entry that adds a snapshot says
+//! whether it is reduced. After the copy, its status (live, forgotten, pinned) is mirrored by further log entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::Copier;
 use crate::chain::chain_of;
-use crate::commit::{
-    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_manifest_bytes, read_store_file, refuse_features,
-};
+use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_store_file, refuse_features};
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
-use crate::wire::{Event, Id, Manifest, STORE_FILE};
+use crate::wire::{Event, Id, STORE_FILE};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Options of a copy.
@@ -61,7 +59,7 @@ pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) ->
         return copier.copy_shard(source, part, of).await;
     }
     let (copied, report) = copier.add_missing(source).await?;
-    mirror_status(source, destination, &mut copier.log, copier.writer, &copied).await?;
+    mirror_status(&mut copier.log, copier.writer, &copied).await?;
     Ok(report)
 }
 
@@ -123,20 +121,9 @@ pub(super) async fn open_destination(source: &Store, destination: &Store) -> Res
     Log::load(destination).await
 }
 
-/// Mirrors the status of copied snapshots at the destination: reduces, forgets and pins them as the source did.
+/// Mirrors the status of copied snapshots at the destination: forgets and pins them as the source did.
 #[boxed]
-async fn mirror_status(source: &Store, destination: &Store, log: &mut Log, writer: Id, copied: &[SnapshotRecord]) -> Result<()> {
-    for record in copied {
-        let Some(roles) = &record.roles else { continue };
-        if log.state().by_id(record.id).is_none_or(|found| found.roles == record.roles || found.manifest != record.manifest) {
-            continue;
-        }
-        let (_, bytes) = read_manifest_bytes(source, &record.manifest_place()).await?;
-        destination.objects().create_unique(&Manifest::path_of_compacted(record.step, record.id, record.manifest), bytes).await?;
-        let (snapshot, parent, manifest) = (record.id, record.parent, record.manifest);
-        log.append(writer, |_| Ok(Event::Compacted { snapshot, parent, manifest, roles: Some(roles.clone()) })).await?;
-        log.write_catalog_if_due().await;
-    }
+async fn mirror_status(log: &mut Log, writer: Id, copied: &[SnapshotRecord]) -> Result<()> {
     let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != SnapshotStatus::Live).map(|record| record.id).collect();
     let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
     while !forget.is_empty() {

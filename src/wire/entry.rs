@@ -34,6 +34,9 @@ pub enum Event {
         /// objects.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         inline: Option<u64>,
+        /// Roles of the snapshot, ascending, if it comes from a store that had reduced it to them; `None` if it has all.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        roles: Option<Vec<String>>,
     },
     /// Snapshots are no longer wanted. Each is kept while a chain needs it.
     Forgotten {

@@ -317,7 +317,7 @@ impl Writer {
                     }
                 }
                 parent_is_lost = false;
-                Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest, inline })
+                Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest, inline, roles: None })
             })
             .await;
         let sequence = match appended.in_object(manifest.path()) {

@@ -22,6 +22,7 @@ mod codec_rules;
 mod codecs;
 mod commits;
 mod common;
+mod copies;
 mod corruption;
 mod crash;
 mod damaged_mirrors;

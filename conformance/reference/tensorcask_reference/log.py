@@ -36,7 +36,7 @@ LEADERSHIP: Fields = {
 ATTEMPT: Fields = {"attempt": is_number, "since": is_number}
 EVENTS: dict[str, Fields] = {
     "opened": {"leader": or_null(is_object)},
-    "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest, "inline": or_null(is_number)},
+    "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest, "inline": or_null(is_number), "roles": or_null(is_texts)},
     "forgotten": {"snapshots": is_ids},
     "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
     "compacted": {"snapshot": is_id, "parent": or_null(is_id), "manifest": is_digest, "roles": or_null(is_texts)},
@@ -128,9 +128,12 @@ class State:
             raise corrupt("log 3.4", f"snapshot {id} is added twice")
         if parent is not None:
             self.known(parent)
+        if (roles := event["roles"]) is not None:
+            check_roles(id, roles)
         if step in (live := self.live()):
             live[step].status = "superseded"
-        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"], entry["sequence"], inline=event["inline"])
+        sequence, inline = entry["sequence"], event["inline"]
+        self.snapshots[id] = Record(id, step, parent, event["manifest"], sequence, entry["time_ms"], sequence, roles=roles, inline=inline)
 
     def _forgotten(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         for id in event["snapshots"]:
@@ -147,7 +150,8 @@ class State:
         if parent not in (None, record.parent):
             raise corrupt("log 3.5", f"snapshot {record.id} never had the parent {parent}")
         if (roles := event["roles"]) is not None:
-            if not roles or any(a >= b for a, b in zip(roles, roles[1:])) or not set(roles) <= set(record.roles or roles):
+            check_roles(record.id, roles)
+            if not set(roles) <= set(record.roles or roles):
                 raise corrupt("log 3.6", f"snapshot {record.id} cannot have the roles {roles}")
             record.roles = roles
         record.parent, record.manifest, record.revision, record.inline = parent, event["manifest"], entry["sequence"], None
@@ -159,6 +163,12 @@ class State:
     def _upgraded(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         check_features(event["must_understand"], "the store")
         self.may_ignore.update(event["may_ignore"])
+
+
+def check_roles(id: str, roles: list[str]) -> None:
+    """log 3.6"""
+    if not roles or any(a >= b for a, b in zip(roles, roles[1:])):
+        raise corrupt("log 3.6", f"snapshot {id} cannot have the roles {roles}")
 
 
 def check_leadership(leadership: Any) -> None:

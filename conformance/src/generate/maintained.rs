@@ -19,6 +19,17 @@ fn reject(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
     Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome: Outcome::Reject("corrupt") }
 }
 
+/// Adds a base that has only these roles, as a copy of a reduced snapshot, after an edit of the entry's event.
+fn add_reduced(store: &mut Store, mut state: State, roles: &[&str], edit_event: impl Fn(&mut Value)) -> Result<(), Failure> {
+    state.entries.retain(|entry| roles.contains(&entry.role));
+    let snapshot = store.draft(state, None);
+    let edit = |event: &mut Value| {
+        event["roles"] = json!(roles);
+        edit_event(event);
+    };
+    store.commit_with(snapshot.seal(), edit, |json| json)
+}
+
 /// Returns a store with bases at 10 and 20.
 fn two_bases() -> Result<Store, Failure> {
     let mut store = Store::new()?;
@@ -148,6 +159,30 @@ fn reduced() -> Result<Vec<Sketch>, Failure> {
     store.forget(&[20], 10)?;
     store.latest = None;
     cases.push(accept("reduced/no-latest", "log 4.2", "the only live snapshot is reduced: none is the latest", store));
+
+    let mut store = Store::new()?;
+    store.save(small(10), None)?;
+    add_reduced(&mut store, small(20), MODEL, |_| {})?;
+    store.latest = Some(10);
+    cases.push(accept(
+        "reduced/when-added",
+        "log 3.6",
+        "a copy of a reduced snapshot has only weights from its entry on, and is not the latest",
+        store,
+    ));
+
+    for (name, roles) in [("none", json!([])), ("unsorted", json!(["model", "exp_avg"])), ("twice", json!(["model", "model"]))] {
+        let mut store = Store::new()?;
+        store.save(small(10), None)?;
+        add_reduced(&mut store, small(20), MODEL, |event| event["roles"] = roles.clone())?;
+        let why = "a snapshot is added with an empty list of roles, or with one that does not ascend strictly";
+        cases.push(reject(&format!("reduced/added-{name}"), "log 3.6", why, store));
+    }
+
+    let mut store = Store::new()?;
+    store.save(small(10), None)?;
+    add_reduced(&mut store, small(20), &["exp_avg", "model", "other"], |event| event["roles"] = json!(MODEL))?;
+    cases.push(reject("reduced/added-with-more", "chain 2.3", "the manifest has a role that its entry says was dropped", store));
 
     // The delta replaces the part that its parent lost.
     let mut store = Store::new()?;
