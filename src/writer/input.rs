@@ -11,7 +11,7 @@ use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
 use super::settings::ChosenSettings;
 use crate::codec::{Chunk, Codec, Rows, check_assigned};
-use crate::precision::BoundedSetting;
+use crate::precision::{BoundedSetting, Setting};
 use crate::tensor::ChunkGrid;
 use crate::{Error, Precision, Result, Store, TensorView};
 
@@ -96,6 +96,27 @@ impl<'a> SaveInput<'a> {
         self.options.codecs.of(&tensor.description.role, &tensor.description.name)
     }
 
+    /// Checks that no tensor would be rounded by the rule of another name: tied tensors are stored once.
+    pub(super) fn check_tied(&self) -> Result<()> {
+        // The settings of a rule that may round the tensor; none if it stays as it is.
+        let settings = |tensor: &LayoutTensor<'_>| {
+            let allowed = self.alternatives(tensor);
+            let rounds = |one: &BoundedSetting| one.setting != Setting::Lossless && one.setting.rounds(tensor.description.dtype);
+            if allowed.iter().any(rounds) { allowed } else { Vec::new() }
+        };
+        for tensor in &self.layout.tensors {
+            let Some(stored) = tensor.description.alias_of.and_then(|target| self.layout.tensors.get(target)) else { continue };
+            if settings(tensor) != settings(stored) {
+                let message = format!(
+                    "is tied to `{}` and stored once with it, but their precision rules differ; write one rule that matches both names",
+                    stored.description.name
+                );
+                return Err(Error::invalid(message).tensor(&tensor.description.name));
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that the rules assign only codecs that exist and can store their tensors.
     pub(super) fn check_codecs(&self) -> Result<()> {
         let registry = self.store.registry();
@@ -126,6 +147,10 @@ impl<'a> SaveInput<'a> {
         // A master is rounded relative to its model weight, for which the same holds.
         let model = self.layout.partner(at.tensor, "model", self.view(at).rect()).map(|(number, _)| &self.layout.tensors[number]);
         if model.is_some_and(|model| !self.precision(model).setting.is_elementwise()) {
+            return Ok(None);
+        }
+        // A chunk that exceeds its bound is rounded as a whole with a finer setting.
+        if self.precision(self.tensor(at)).bound.is_some() {
             return Ok(None);
         }
         // Rows that did not change may differ from a base with another setting.

@@ -320,6 +320,36 @@ async fn rules_choose_by_role_and_name_and_the_last_counts() {
     }
 }
 
+/// Tied tensors are stored once, so a rule for one name would round the other.
+#[tokio::test]
+async fn tied_tensors_need_the_same_precision() {
+    let numbers: Vec<u8> = bytes(&(0..1000).map(|i| (i as f32).sin()).collect::<Vec<_>>());
+    let ids = [7; 64];
+    let tensor = |name, data| TensorView::new(name, Dtype::F32, &[1000], data).unwrap().with_role("model", name);
+    let id = |name| TensorView::new(name, Dtype::I64, &[8], &ids).unwrap().with_role("model", name);
+    let state = [tensor("a.w", &numbers), tensor("b.w", &numbers), id("a.ids"), id("b.ids")];
+    for (rules, is_refused) in [
+        (vec!["a.*=kmeans:16"], true),
+        (vec!["b.*=kmeans:16"], true),
+        (vec!["model=kmeans:16", "a.*=lossless"], true),
+        (vec!["model=kmeans:16", "a.*=kmeans:16<=0.5"], true),
+        (vec!["model=kmeans:16"], false),
+        (vec!["model=kmeans:16|blockwise8"], false),
+        (vec!["model=kmeans:16|blockwise8", "b.w=kmeans:16"], true),
+        (vec!["near", "a.w=lossless"], false),
+        (vec!["*.w=kmeans:16", "a.ids=lossless"], false),
+    ] {
+        let store = memory();
+        let mut writer = store.writer_with(options(Precision::parse(rules.iter().copied()).unwrap())).await.unwrap();
+        let saved = writer.save(1, &state, &[], &Metadata::default()).await;
+        assert_eq!(saved.is_err(), is_refused, "{rules:?}: {saved:?}");
+        if let Err(error) = saved {
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains("`a.w`") && error.to_string().contains("b.w"), "{error}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_receipt_is_the_writers_own() {
     let store = memory();
