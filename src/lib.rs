@@ -116,7 +116,7 @@ pub use byte_size::human_bytes;
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
     AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,
-    RankSet, ReceiptProof, Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
+    RankOffer, RankSet, ReceiptProof, Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
     receipt_proof_path,
 };
 pub use duration::parse_duration;

@@ -125,15 +125,17 @@ impl Arena {
         Ok(advanced)
     }
 
-    /// Discards complete states by step; returns their number. Keeps a state that the agent is encoding.
-    pub(crate) fn discard(&self, is_unwanted: impl Fn(u64) -> bool) -> Result<u64> {
-        let mut discarded = 0;
+    /// Discards complete states by step; returns the words that their slots had. Keeps a state that the agent is encoding.
+    pub(crate) fn discard(&self, is_unwanted: impl Fn(u64) -> bool) -> Result<Vec<SlotWord>> {
+        let mut discarded = Vec::new();
         for (slot, SlotView { word, header }) in self.views()?.into_iter().enumerate() {
             let claim = Transition::Claim { generation: word.generation };
             let unwanted = header.is_some_and(|header| is_unwanted(header.step)) && word.state != SlotState::Encoding;
             if unwanted && self.advance(slot, word, claim)? {
                 let filling = SlotWord { state: SlotState::Filling, ..word };
-                discarded += u64::from(self.advance(slot, filling, Transition::Abandon)?);
+                if self.advance(slot, filling, Transition::Abandon)? {
+                    discarded.push(word);
+                }
             }
         }
         Ok(discarded)

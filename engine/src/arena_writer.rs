@@ -16,7 +16,7 @@ use crate::row_journal::RowJournal;
 use crate::saving::{Attempts, PendingCopy, SavedState};
 use crate::session::{Pause, Session};
 use crate::slot::{Claimable, choose_slot};
-use crate::slot_access::ClaimedSlot;
+use crate::slot_access::{ClaimedSlot, DroppedState};
 
 /// A state to save.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +37,9 @@ pub(crate) struct ArenaWriter {
     arena: Option<Arc<Arena>>,
     /// Newest generation of this rank. A new arena continues the count.
     generation: u64,
-    attempts: Attempts,
+    pub attempts: Attempts,
+    /// States that were dropped, also for saves that failed, and that the engine has not noted yet.
+    pub dropped: Vec<DroppedState>,
     /// Changed rows of the saves that the agent has not encoded.
     rows: RowJournal,
     slots: u32,
@@ -51,8 +53,8 @@ impl ArenaWriter {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
         let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start the copy threads: {e}")))?;
         let (slots, world, back_pressure) = (options.slots, options.world, options.back_pressure);
-        let (attempts, rows) = (Attempts::default(), RowJournal::default());
-        Ok(Self { folder, population: None, arena: None, generation: 0, attempts, rows, slots, world, back_pressure, pool })
+        let (attempts, dropped, rows) = (Attempts::default(), Vec::new(), RowJournal::default());
+        Ok(Self { folder, population: None, arena: None, generation: 0, attempts, dropped, rows, slots, world, back_pressure, pool })
     }
 
     /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy; removes an arena that cannot be
@@ -159,8 +161,11 @@ impl ArenaWriter {
     pub(crate) fn copy(&mut self, session: &mut Session, state: &StateView<'_>) -> Result<Option<PendingCopy>> {
         let copied = self.copy_once(session, state);
         // A skipped or failed save counts, too: other ranks may have saved the step.
-        let current = self.arena.as_ref().map_or(Ok(session.progress().session), |arena| arena.session())?;
+        let current = current_session(self.arena.as_deref(), session)?;
         self.attempts.note(current, state.step);
+        if copied.is_ok() {
+            self.attempts.keep_last();
+        }
         copied
     }
 
@@ -182,6 +187,7 @@ impl ArenaWriter {
             let Some(arena) = &self.arena else { return Err(Error::invalid("no arena")) };
             // The agent may have taken the full slot that would have been dropped.
             let Some(claimed) = ClaimedSlot::claim(arena, self.claimable())? else { continue };
+            self.dropped.extend(claimed.dropped);
             let (bytes, needed, begun) = (plan.copied_bytes, plan.slot_bytes(), Instant::now());
             let current = arena.session()?;
             let attempt = self.attempts.of(current, state.step);
@@ -206,11 +212,11 @@ impl ArenaWriter {
 
     /// Publishes a copied state.
     pub(crate) fn publish(&mut self, step: u64, copy: PendingCopy) -> Result<SavedState> {
-        let (begun, dropped_step) = (Instant::now(), copy.slot.dropped_step());
+        let (begun, dropped) = (Instant::now(), copy.slot.dropped());
         let (slot, world) = (copy.slot, self.world);
         let generation = self.pool.install(|| slot.publish(step, world))?;
         self.rows.on_saved(generation);
-        Ok(SavedState { generation, time: copy.time + begun.elapsed(), bytes: copy.bytes, dropped_step })
+        Ok(SavedState { generation, time: copy.time + begun.elapsed(), bytes: copy.bytes, dropped })
     }
 
     fn claimable(&self) -> Claimable {
@@ -267,6 +273,11 @@ impl ArenaWriter {
         session.attach(AttachMode::Continue)?;
         Ok(())
     }
+}
+
+/// The session in which a rank saves next.
+pub(crate) fn current_session(arena: Option<&Arena>, session: &Session) -> Result<u64> {
+    arena.map_or(Ok(session.progress().session), Arena::session)
 }
 
 /// Newest generation of a rank that the agent is known to have encoded.

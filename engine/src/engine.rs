@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, StepSelector, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, RankOffer, Result, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
 use crate::agreement::agree;
-use crate::arena_writer::{ArenaWriter, StateView};
+use crate::arena_writer::{ArenaWriter, StateView, current_session};
 use crate::beginning::{join_session, join_timeout};
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
@@ -19,7 +19,7 @@ use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
 use crate::loadable::loadable;
 use crate::lock::Lock;
-use crate::meeting::{Round, exchange_steps};
+use crate::meeting::{Round, exchange_offers};
 use crate::memory_stores::remove_all_epochs;
 use crate::options::{Encode, EngineOptions};
 use crate::other_hosts::OtherHosts;
@@ -30,6 +30,7 @@ use crate::restored::{Destination, Loadable, Part, Restored};
 use crate::runtime;
 use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
+use crate::slot::SlotState;
 
 /// The trainer's side of the engine: one per process and rank. It has its own runtime. Call it from async code only
 /// within `spawn_blocking` or on another thread.
@@ -131,9 +132,12 @@ impl Engine {
         let check = check_freshness(&self.session.spec, &self.run, &local, self.options.store_timeout);
         let report = self.runtime.block_on(check)?;
         self.unreachable = report.unreachable;
-        if let Freshness::Stale(latest) = report.freshness {
-            self.session.mark_stale(latest);
-            self.arena.discard_all()?;
+        match report.freshness {
+            Freshness::Stale(latest) => {
+                self.session.mark_stale(latest);
+                self.arena.discard_all()?;
+            }
+            Freshness::Current => self.session.trusts_memory = !report.is_empty,
         }
         let is_inline = self.options.encode == Encode::Inline;
         if self.session.is_stale() && is_inline {
@@ -214,7 +218,7 @@ impl Engine {
         let _entered = span.enter();
         let Some(inline) = &mut self.inline else {
             let saving = self.begin_save(step, tensors, &[], blobs, metadata)?;
-            return self.publish(saving, &span);
+            return publish(self, saving, &span);
         };
         let timer = SaveTimer::start(step);
         self.outstanding.check_none()?;
@@ -227,7 +231,7 @@ impl Engine {
             // Left by an earlier process that did not encode inline; its states are older than this one.
             self.arena.remove()?;
         }
-        self.report_saved(timer, saved, &span)
+        report_saved(self, timer, saved, &span)
     }
 
     /// Begins a save with deferred tensors, which a device copies later. Copies the other tensors into shared memory
@@ -274,49 +278,19 @@ impl Engine {
         Ok(Saving { timer: timer.pause(), copy, token })
     }
 
+    /// Call this before this rank alone repeats a save that failed. Otherwise, a repeated step counts as a return of all
+    /// ranks to an older step, and states of this rank no longer match those of the others. Does nothing if the last save
+    /// did not fail.
+    pub fn forget_failed_save(&mut self) {
+        self.arena.attempts.forget_last();
+    }
+
     /// Completes a save after all its buffers have been written.
     pub fn finish_save(&mut self, saving: Saving) -> Result<Outcome> {
         let span = save_span(&self.session.spec.run, saving.timer.step);
         let _entered = span.enter();
         self.outstanding.check(&saving.token)?;
-        self.publish(saving, &span)
-    }
-
-    fn publish(&mut self, saving: Saving, span: &tracing::Span) -> Result<Outcome> {
-        let Saving { timer, copy, token } = saving;
-        let timer = timer.resume();
-        let saved = copy.map(|copy| self.arena.publish(timer.step, copy)).transpose()?;
-        drop(token);
-        self.report_saved(timer, saved, span)
-    }
-
-    /// Reports a state in shared memory to the agent. `None`: the save was skipped.
-    fn report_saved(&mut self, timer: SaveTimer, saved: Option<SavedState>, span: &tracing::Span) -> Result<Outcome> {
-        let step = timer.step;
-        let Some(SavedState { generation, time, bytes, dropped_step }) = saved else {
-            return Ok(with_news(&self.session, &mut self.reported, Outcome { step, stall: timer.stall(), ..Outcome::default() }));
-        };
-        self.arena.raise_generation(generation);
-        self.session.set_last_save(generation);
-        self.recent.note(step, generation);
-        let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        let (stall_ms, copy_ms, time_ms) = (millis(timer.stall()), millis(time), timer.time_ms);
-        let reported = self.session.notify_saved(SaveNote { step, generation, stall_ms, copy_ms, bytes, time_ms });
-        reported.map_err(|e| match e.kind() {
-            ErrorKind::Fenced => e,
-            _ => {
-                let message = format!("step {step} is in shared memory, but the agent cannot be notified: {}", e.message());
-                Error::new(e.kind(), message).source(e)
-            }
-        })?;
-        let stall = timer.stall();
-        span.record("generation", generation).record("bytes_in", bytes).record("copy_ms", copy_ms);
-        span.record("stall_ms", millis(stall)).record("queue_depth", self.session.progress().queue_depth);
-        Ok(with_news(
-            &self.session,
-            &mut self.reported,
-            Outcome { step, generation: Some(generation), stall, copy: time, dropped: dropped_step, ..Outcome::default() },
-        ))
+        publish(self, saving, &span)
     }
 
     /// Waits until the last save has reached a level or failed, or the timeout has passed.
@@ -326,11 +300,20 @@ impl Engine {
         wait_on(&mut self.session, last, until, timeout)
     }
 
-    /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
-    /// step is not among the last saves of this process.
+    /// Waits until the save of a step has reached a level or failed, or the timeout has passed. A save whose state was
+    /// dropped for a newer one, or discarded, has failed. Fails with `NotFound` if the step is not among the last saves of
+    /// this process.
     pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
         check_level(&self.options, until)?;
-        wait_on(&mut self.session, self.recent.generation_of(step)?, until, timeout)
+        self.recent.note_dropped(&mut self.arena.dropped);
+        let save = self.recent.of(step)?;
+        match save.failure() {
+            Some(failure) => {
+                let failures = self.session.progress().failures.iter().cloned().chain([failure]).collect();
+                Ok(Waited { failed: true, failures, ..Waited::default() })
+            }
+            None => wait_on(&mut self.session, save.generation, until, timeout),
+        }
     }
 
     /// Announces that this rank saves no more. Steps that wait for a save of this rank are given up, on this host and on
@@ -371,18 +354,43 @@ impl Engine {
     /// this start of the job (such as a scheduler's job id), so that lists of different starts are not mixed. Discards newer raw
     /// states, which some rank lacks.
     ///
-    /// Returns `None` if no step can be loaded by all ranks. Ranks with their own collective can exchange the steps of
-    /// [`loadable`](Self::loadable), and call [`agree`] and [`discard_after`](Self::discard_after) instead.
+    /// Returns `None` if no step can be loaded by all ranks. Ranks with their own collective can exchange the values of
+    /// [`offer`](Self::offer), and call [`agree`](Self::agree) instead.
     pub fn agree_by_store(&mut self, round: &str, timeout: Duration) -> Result<Option<u64>> {
-        let steps: Vec<u64> = self.loadable()?.into_iter().map(|found| found.step).collect();
-        let agreed = match exchange_by_agents(self, round, &steps, timeout)? {
-            Some(ranks) => agree(&ranks),
-            None => agree(&exchange_by_store(self, round, &steps, timeout)?),
+        let offer = self.offer()?;
+        let offers = match exchange_by_agents(self, round, &offer, timeout)? {
+            Some(offers) => offers,
+            None => exchange_by_store(self, round, &offer, timeout)?,
         };
-        if let Some(step) = agreed.step {
+        self.agree(&offers)
+    }
+
+    /// Returns the steps that this rank can load, and its attempt, for [`agree`](Self::agree).
+    pub fn offer(&mut self) -> Result<RankOffer> {
+        if self.arena.arena().is_none() {
+            // Another rank that started again may have begun another session.
+            self.session.wait(0, Until::Encoded, Duration::ZERO)?;
+        }
+        let steps = self.loadable()?.into_iter().map(|found| found.step).collect();
+        Ok(RankOffer { steps, attempt: self.arena.attempts.current(current_session(self.arena.arena().map(Arc::as_ref), &self.session)?) })
+    }
+
+    /// Agrees with the other ranks on the newest step that all can load, from the [offers](Self::offer) of all ranks, in
+    /// rank order. All ranks call this with the same offers. Returns `None` if no step can be loaded by all ranks.
+    ///
+    /// Discards newer raw states, which some rank lacks. States that ranks save from now on are never joined with states
+    /// from before, even if some rank missed a save before.
+    pub fn agree(&mut self, offers: &[RankOffer]) -> Result<Option<u64>> {
+        let steps: Vec<Vec<u64>> = offers.iter().map(|offer| offer.steps.clone()).collect();
+        let agreed = agree(&steps).step;
+        if let Some(step) = agreed {
             self.discard_after(step)?;
         }
-        Ok(agreed.step)
+        if let Some(newest) = offers.iter().filter_map(|offer| offer.attempt).max() {
+            let session = current_session(self.arena.arena().map(Arc::as_ref), &self.session)?;
+            self.arena.attempts.begin(session, newest.saturating_add(1), agreed);
+        }
+        Ok(agreed)
     }
 
     /// Discards raw states of later steps, which other ranks do not have. They are neither restored nor encoded.
@@ -390,11 +398,14 @@ impl Engine {
     pub fn discard_after(&mut self, step: u64) -> Result<u64> {
         let Some(arena) = self.arena.arena() else { return Ok(0) };
         let discarded = arena.discard(|found| found > step)?;
-        if discarded > 0 {
+        if !discarded.is_empty() {
             let newest = self.arena.newest_complete()?.max(self.session.progress().encoded);
             self.session.set_last_save(newest);
         }
-        Ok(discarded)
+        for word in discarded.iter().filter(|word| word.state == SlotState::Full) {
+            self.recent.note_removed(word.generation, DISCARDED);
+        }
+        Ok(discarded.len() as u64)
     }
 
     /// Restores a step, or the newest, from the nearest complete copy: the arena, encoded memory, then the tiers in
@@ -404,14 +415,14 @@ impl Engine {
     /// Tensors from the arena are borrowed until the next save and contain the part of this rank. Several ranks first
     /// agree on a step ([`agree`](crate::agree)).
     pub fn restore(&self, at: impl Into<StepSelector>) -> Result<Restored<'_>> {
-        self.search(RestoreRequest::new(at.into(), Wanted::Everything))
+        search(self, RestoreRequest::new(at.into(), Wanted::Everything))
     }
 
     /// Restores parts of the named tensors, for a job with another number of ranks. Passes over a raw state that does
     /// not have exactly these parts; reads only the needed bytes of a snapshot. Fails with `InvalidArgument` if a
     /// tensor has another shape.
     pub fn restore_parts(&self, at: impl Into<StepSelector>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
-        self.search(RestoreRequest::new(at.into(), Wanted::Parts(parts)))
+        search(self, RestoreRequest::new(at.into(), Wanted::Parts(parts)))
     }
 
     /// Restores all tensors, or the given parts, directly into the caller's memory. The destination provides the
@@ -450,21 +461,7 @@ impl Engine {
         destination: &mut dyn Destination,
     ) -> Result<Restored<'_>> {
         let wanted = parts.map_or(Wanted::Everything, Wanted::Parts);
-        self.search(RestoreRequest::new(at.into(), wanted).into(destination))
-    }
-
-    fn search(&self, mut request: RestoreRequest<'_>) -> Result<Restored<'_>> {
-        let begun = Instant::now();
-        let places = restore_places(self);
-        let found = self.arena.pool().install(|| self.runtime.block_on(find(&places, &mut request)));
-        let run = &self.session.spec.run;
-        for passed in &request.passed_over {
-            tracing::warn!(run, from = %passed.source, step = passed.step, error = %passed.error, "a copy could not be restored");
-        }
-        let mut restored = found?;
-        (restored.passed_over, restored.seconds) = (request.passed_over, begun.elapsed().as_secs_f64());
-        tracing::info!(run, step = restored.step, from = %restored.source, seconds = restored.seconds, "restored");
-        Ok(restored)
+        search(self, RestoreRequest::new(at.into(), wanted).into(destination))
     }
 
     /// Lists the steps that this rank can restore, newest first, each with its nearest place. Reads no tensor.
@@ -481,12 +478,76 @@ impl Engine {
     }
 }
 
-/// Exchanges the lists of steps through the agents; `None` without peers.
-fn exchange_by_agents(engine: &Engine, name: &str, steps: &[u64], timeout: Duration) -> Result<Option<Vec<Vec<u64>>>> {
+/// Why saves fail whose states this process discarded.
+const DISCARDED: &str = "its state was discarded, because the job returned to an older step";
+
+/// Publishes a state whose buffers are all written.
+fn publish(engine: &mut Engine, saving: Saving, span: &tracing::Span) -> Result<Outcome> {
+    let Saving { timer, copy, token } = saving;
+    let timer = timer.resume();
+    let saved = copy.map(|copy| engine.arena.publish(timer.step, copy)).transpose()?;
+    drop(token);
+    report_saved(engine, timer, saved, span)
+}
+
+/// Reports a state in shared memory to the agent. `None`: the save was skipped.
+fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>, span: &tracing::Span) -> Result<Outcome> {
+    let step = timer.step;
+    let Some(SavedState { generation, time, bytes, dropped }) = saved else {
+        return Ok(with_news(&engine.session, &mut engine.reported, Outcome { step, stall: timer.stall(), ..Outcome::default() }));
+    };
+    engine.arena.raise_generation(generation);
+    engine.session.set_last_save(generation);
+    engine.recent.note(step, generation);
+    engine.recent.note_dropped(&mut engine.arena.dropped);
+    let millis = |time: Duration| time.as_secs_f64() * 1e3;
+    let (stall_ms, copy_ms, time_ms) = (millis(timer.stall()), millis(time), timer.time_ms);
+    let reported = engine.session.notify_saved(SaveNote { step, generation, stall_ms, copy_ms, bytes, time_ms });
+    reported.map_err(|e| match e.kind() {
+        ErrorKind::Fenced => e,
+        _ => {
+            let message = format!("step {step} is in shared memory, but the agent cannot be notified: {}", e.message());
+            Error::new(e.kind(), message).source(e)
+        }
+    })?;
+    let stall = timer.stall();
+    span.record("generation", generation).record("bytes_in", bytes).record("copy_ms", copy_ms);
+    span.record("stall_ms", millis(stall)).record("queue_depth", engine.session.progress().queue_depth);
+    Ok(with_news(
+        &engine.session,
+        &mut engine.reported,
+        Outcome {
+            step,
+            generation: Some(generation),
+            stall,
+            copy: time,
+            dropped: dropped.map(|dropped| dropped.step),
+            ..Outcome::default()
+        },
+    ))
+}
+
+/// Finds and reads the nearest copy of a state.
+fn search<'e>(engine: &'e Engine, mut request: RestoreRequest<'_>) -> Result<Restored<'e>> {
+    let begun = Instant::now();
+    let places = restore_places(engine);
+    let found = engine.arena.pool().install(|| engine.runtime.block_on(find(&places, &mut request)));
+    let run = &engine.session.spec.run;
+    for passed in &request.passed_over {
+        tracing::warn!(run, from = %passed.source, step = passed.step, error = %passed.error, "a copy could not be restored");
+    }
+    let mut restored = found?;
+    (restored.passed_over, restored.seconds) = (request.passed_over, begun.elapsed().as_secs_f64());
+    tracing::info!(run, step = restored.step, from = %restored.source, seconds = restored.seconds, "restored");
+    Ok(restored)
+}
+
+/// Exchanges the offers through the agents; `None` without peers.
+fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: Duration) -> Result<Option<Vec<RankOffer>>> {
     let spec = &engine.session.spec;
     let (Some(hosts), Some(others), Some(notes)) = (&spec.hosts, OtherHosts::open(spec)?, notes_of(engine)) else { return Ok(None) };
     let round = Round { name, rank: engine.options.rank, world: engine.options.world, after: notes.after.unwrap_or(0) };
-    engine.runtime.block_on(exchange_steps(&engine.run, hosts, &others, &round, steps.to_vec(), timeout)).map(Some)
+    engine.runtime.block_on(exchange_offers(&engine.run, hosts, &others, &round, offer.clone(), timeout)).map(Some)
 }
 
 /// Notes of this host about its session, if the run is on many hosts.
@@ -494,11 +555,11 @@ fn notes_of(engine: &Engine) -> Option<HostNotes> {
     engine.session.spec.hosts.as_ref().map(|hosts| HostNotes::read(&engine.run, hosts.session))
 }
 
-fn exchange_by_store(engine: &Engine, round: &str, steps: &[u64], timeout: Duration) -> Result<Vec<Vec<u64>>> {
+fn exchange_by_store(engine: &Engine, round: &str, offer: &RankOffer, timeout: Duration) -> Result<Vec<RankOffer>> {
     let (rank, world, begun) = (engine.options.rank, engine.options.world, Instant::now());
     let stores = engine.session.spec.stores()?;
     let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-    engine.runtime.block_on(RankExchange::new(first).put_offer(round, rank, steps))?;
+    engine.runtime.block_on(RankExchange::new(first).put_offer(round, rank, offer))?;
     loop {
         let offers = engine.runtime.block_on(RankExchange::new(first).offers(round, world))?;
         let missing: Vec<String> = (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();

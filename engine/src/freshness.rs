@@ -27,6 +27,8 @@ pub(crate) enum Freshness {
 #[derive(Debug)]
 pub(crate) struct FreshnessReport {
     pub freshness: Freshness,
+    /// Whether there is no memory.
+    pub is_empty: bool,
     /// Tiers that did not answer. Memory was trusted in spite of them.
     pub unreachable: Vec<UnreachableTier>,
 }
@@ -131,12 +133,12 @@ pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &Loc
     }
     if is_stale {
         // Noted later, by the agent, when memory is removed.
-        return Ok(FreshnessReport { freshness: Freshness::Stale(latest_of), unreachable });
+        return Ok(FreshnessReport { freshness: Freshness::Stale(latest_of), is_empty, unreachable });
     }
     for (url, latest) in latest_of {
         KnownTiers::update(run, &url, |known| known.latest = latest)?;
     }
-    Ok(FreshnessReport { freshness: Freshness::Current, unreachable })
+    Ok(FreshnessReport { freshness: Freshness::Current, is_empty, unreachable })
 }
 
 /// The encoded snapshots in memory, by epoch.

@@ -91,7 +91,7 @@ impl InlineEncoder {
         let generation = InlineGeneration { epoch: self.tier.epoch(), sequence: saved.sequence }.to_generation();
         self.encoded = generation;
         self.rows.on_saved(generation);
-        Ok(Some(SavedState { generation, time, bytes, dropped_step: None }))
+        Ok(Some(SavedState { generation, time, bytes, dropped: None }))
     }
 
     /// The tensors of a state, with the rows that changed since the last state that was encoded. Saves that were skipped had

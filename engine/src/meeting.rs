@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tensorcask::{Error, ErrorKind, Result};
+use tensorcask::{Error, ErrorKind, RankOffer, Result};
 
 use crate::files::replace_file;
 use crate::folders::{RunFolder, publish};
@@ -13,35 +13,35 @@ use crate::hosts_option::HostsSpec;
 use crate::lock::lock_file;
 use crate::other_hosts::OtherHosts;
 
-/// The steps that a rank can load.
+/// The offer of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Offer {
     /// Log entry after which the session begins, as this rank knows it.
     after: u64,
-    steps: Vec<u64>,
+    offer: RankOffer,
 }
 
-/// The lists of all ranks of a round.
+/// The offers of all ranks of a round.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Offers {
-    ranks: Vec<Vec<u64>>,
+    ranks: Vec<RankOffer>,
 }
 
-/// Exchanges the lists of steps that all ranks can load, through the agents. One rank of each host asks for all. `after`: the
+/// Exchanges the offers of all ranks, through the agents. One rank of each host asks for all. `after`: the
 /// log entry after which the session begins; the same on all hosts.
-pub(crate) async fn exchange_steps(
+pub(crate) async fn exchange_offers(
     run: &RunFolder,
     hosts: &HostsSpec,
     others: &OtherHosts,
     round: &Round<'_>,
-    steps: Vec<u64>,
+    offer: RankOffer,
     timeout: Duration,
-) -> Result<Vec<Vec<u64>>> {
+) -> Result<Vec<RankOffer>> {
     let folder = format!("{}/offers/{}", hosts.session, round.checked_name()?);
-    let offer = Offer { after: round.after, steps };
-    let json = serde_json::to_vec(&offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+    let offer = Offer { after: round.after, offer };
+    let json = serde_json::to_vec(&offer).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
     publish(run, &format!("{folder}/{}.json", round.rank), &json)?;
     let agreed = run.meeting().join(&folder).join(AGREED);
     let begun = Instant::now();
@@ -88,8 +88,8 @@ pub(crate) async fn exchange_steps(
         );
         return Err(Error::new(ErrorKind::Conflict, message));
     }
-    let offers = Offers { ranks: offers.into_values().map(|offer| offer.steps).collect() };
-    let json = serde_json::to_vec(&offers).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+    let offers = Offers { ranks: offers.into_values().map(|offer| offer.offer).collect() };
+    let json = serde_json::to_vec(&offers).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
     replace_file(&agreed, &json)?;
     Ok(offers.ranks)
 }
@@ -113,7 +113,7 @@ impl Round<'_> {
 }
 
 fn decode(json: &[u8], rank: u32) -> Result<Offer> {
-    serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("rank {rank} sent no list of steps: {e}")))
+    serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("rank {rank} sent no offer: {e}")))
 }
 
 /// Name of the file in which a rank shares all lists with the other ranks of its host.

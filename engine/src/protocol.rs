@@ -52,6 +52,9 @@ pub(crate) struct Attach {
     pub rank: u32,
     pub pid: u32,
     pub mode: AttachMode,
+    /// Whether the trainer uses the memory that it found.
+    #[serde(default)]
+    pub trusts_memory: bool,
     /// Newest session that the trainer knows.
     pub session: u64,
     /// Newest snapshot of each tier when the trainer looked, by URL.

@@ -9,7 +9,7 @@ use tensorcask::{Error, ErrorKind, Result};
 use crate::arena::Arena;
 use crate::clock::now_ms;
 use crate::protocol::Failure;
-use crate::slot_access::FilledSlot;
+use crate::slot_access::{DroppedState, FilledSlot};
 
 /// Result of a save. The state survives the end of this process; it is in the store once the agent has committed it.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -107,8 +107,8 @@ pub(crate) struct SavedState {
     pub time: Duration,
     /// Size of the state.
     pub bytes: u64,
-    /// Step that was dropped for this one.
-    pub dropped_step: Option<u64>,
+    /// State that was dropped for this one.
+    pub dropped: Option<DroppedState>,
 }
 
 /// Measures for how long a save stops the trainer.
@@ -176,26 +176,57 @@ impl OutstandingSave {
     }
 }
 
-/// The last saves of this process: their steps, and their numbers in the arena.
+/// The last saves of this process.
 #[derive(Debug, Default)]
 pub(crate) struct RecentSaves {
-    saves: VecDeque<(u64, u64)>,
+    saves: VecDeque<RecentSave>,
+}
+
+/// A save of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RecentSave {
+    pub step: u64,
+    /// Number of the save in the arena.
+    pub generation: u64,
+    /// Why the trainer removed the state before the agent took it; `None` if it did not.
+    removed: Option<&'static str>,
+}
+
+impl RecentSave {
+    /// The failure of a save whose state the trainer has removed.
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        let Self { step, generation, removed } = *self;
+        removed.map(|why| Failure { step, generation, message: why.to_owned() })
+    }
 }
 
 impl RecentSaves {
     /// Notes a save.
     pub(crate) fn note(&mut self, step: u64, generation: u64) {
-        self.saves.push_back((step, generation));
+        self.saves.push_back(RecentSave { step, generation, removed: None });
         if self.saves.len() > MAX_RECENT {
             self.saves.pop_front();
         }
     }
 
-    /// Number of the last save of a step.
-    pub(crate) fn generation_of(&self, step: u64) -> Result<u64> {
-        let found = self.saves.iter().rev().find(|(known, _)| *known == step);
+    /// Notes that these states were dropped for newer ones.
+    pub(crate) fn note_dropped(&mut self, dropped: &mut Vec<DroppedState>) {
+        for state in dropped.drain(..) {
+            self.note_removed(state.generation, "its state was dropped for a newer one, because no slot was free");
+        }
+    }
+
+    /// Notes that the trainer removed the state of a save before the agent took it: the save will never be encoded.
+    pub(crate) fn note_removed(&mut self, generation: u64, why: &'static str) {
+        if let Some(save) = self.saves.iter_mut().rfind(|save| save.generation == generation) {
+            save.removed = Some(why);
+        }
+    }
+
+    /// The last save of a step.
+    pub(crate) fn of(&self, step: u64) -> Result<RecentSave> {
         let message = || format!("step {step} is not among the last {MAX_RECENT} saves of this process");
-        found.map(|(_, generation)| *generation).ok_or_else(|| Error::not_found(message()))
+        self.saves.iter().rfind(|save| save.step == step).copied().ok_or_else(|| Error::not_found(message()))
     }
 }
 
@@ -206,6 +237,13 @@ const MAX_RECENT: usize = 1024;
 /// same steps.
 #[derive(Debug, Default)]
 pub(crate) struct Attempts {
+    now: Attempt,
+    /// Before the last save.
+    before: Attempt,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Attempt {
     session: u64,
     attempt: u64,
     last_step: Option<u64>,
@@ -214,15 +252,37 @@ pub(crate) struct Attempts {
 impl Attempts {
     /// The attempt of a save.
     pub(crate) fn of(&self, session: u64, step: u64) -> u64 {
-        match session == self.session {
-            true => self.attempt + u64::from(self.last_step.is_some_and(|last| step <= last)),
+        match session == self.now.session {
+            true => self.now.attempt + u64::from(self.now.last_step.is_some_and(|last| step <= last)),
             false => 0,
         }
     }
 
     /// Notes that a step was saved, skipped or failed. Other ranks may have saved it.
     pub(crate) fn note(&mut self, session: u64, step: u64) {
-        *self = Self { session, attempt: self.of(session, step), last_step: Some(step) };
+        let now = Attempt { session, attempt: self.of(session, step), last_step: Some(step) };
+        self.before = std::mem::replace(&mut self.now, now);
+    }
+
+    /// Notes that the last save succeeded or was skipped.
+    pub(crate) fn keep_last(&mut self) {
+        self.before = self.now;
+    }
+
+    /// The attempt of this session, if this rank has saved in it.
+    pub(crate) fn current(&self, session: u64) -> Option<u64> {
+        (self.now.session == session && self.now.last_step.is_some()).then_some(self.now.attempt)
+    }
+
+    /// All ranks return to `step`, or to the start without one, and save in this attempt next.
+    pub(crate) fn begin(&mut self, session: u64, attempt: u64, step: Option<u64>) {
+        self.now = Attempt { session, attempt, last_step: step };
+        self.before = self.now;
+    }
+
+    /// Forgets the last save if it failed: this rank alone repeats it.
+    pub(crate) fn forget_last(&mut self) {
+        self.now = self.before;
     }
 }
 
@@ -237,9 +297,41 @@ mod tests {
             recent.note(generation * 10, generation);
         }
         recent.note(50, 5000);
-        assert_eq!(recent.generation_of(50).unwrap(), 5000, "the last save of the step");
-        assert_eq!(recent.generation_of(40).unwrap(), 4);
-        assert!(recent.generation_of(10).is_err() && recent.generation_of(7).is_err());
+        assert_eq!(recent.of(50).unwrap().generation, 5000, "the last save of the step");
+        assert_eq!(recent.of(40).unwrap().generation, 4);
+        assert!(recent.of(10).is_err() && recent.of(7).is_err());
+        recent.note_removed(4, "removed");
+        assert!(recent.of(40).unwrap().failure().is_some() && recent.of(50).unwrap().failure().is_none());
+    }
+
+    /// Rank 0 has saved steps 10 and 20, and rank 1 only step 10.
+    #[test]
+    fn ranks_that_agree_begin_the_same_attempt() {
+        let (mut first, mut second) = (Attempts::default(), Attempts::default());
+        assert_eq!(first.current(1), None);
+        first.note(1, 10);
+        second.note(1, 10);
+        first.note(1, 20);
+        assert_eq!((first.current(1), second.current(1), first.current(2)), (Some(0), Some(0), None));
+        for attempts in [&mut first, &mut second] {
+            attempts.begin(1, 1, Some(10));
+        }
+        assert_eq!((first.of(1, 20), second.of(1, 20), first.of(2, 20)), (1, 1, 0));
+        first.note(1, 20);
+        assert_eq!((first.of(1, 21), first.of(1, 20)), (1, 2));
+    }
+
+    #[test]
+    fn a_save_that_one_rank_repeats_begins_no_attempt() {
+        let mut attempts = Attempts::default();
+        attempts.note(1, 10);
+        attempts.note(1, 20);
+        attempts.forget_last();
+        assert_eq!(attempts.of(1, 20), 0);
+        attempts.note(1, 20);
+        attempts.keep_last();
+        attempts.forget_last();
+        assert_eq!((attempts.of(1, 20), attempts.of(1, 21)), (1, 0));
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub(crate) struct Session {
     last_save: u64,
     /// Whether memory was out of date when the session began, and still is.
     is_stale: bool,
+    /// Whether there is memory, and no store that answered has anything newer.
+    pub trusts_memory: bool,
     /// Newest snapshot of each tier, by URL, if memory was out of date.
     latest: BTreeMap<String, Option<Id>>,
     /// Whether this trainer saves no more.
@@ -48,6 +50,7 @@ impl Session {
             progress: Progress::default(),
             last_save: 0,
             is_stale: false,
+            trusts_memory: false,
             latest: BTreeMap::new(),
             saves_no_more: false,
         }
@@ -92,6 +95,7 @@ impl Session {
             rank: self.rank,
             pid: std::process::id(),
             mode,
+            trusts_memory: self.trusts_memory,
             session: self.progress.session,
             latest: self.latest.clone(),
         }));

@@ -20,9 +20,16 @@ pub(crate) struct ClaimedSlot {
     arena: Arc<Arena>,
     slot: usize,
     word: SlotWord,
-    /// Step of the state that was dropped to free the slot.
-    pub dropped_step: Option<u64>,
+    /// State that was dropped to free the slot.
+    pub dropped: Option<DroppedState>,
     is_published: bool,
+}
+
+/// A state that was dropped for a newer one before the agent took it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DroppedState {
+    pub step: u64,
+    pub generation: u64,
 }
 
 impl ClaimedSlot {
@@ -35,9 +42,9 @@ impl ClaimedSlot {
             let claim = Transition::Claim { generation: next_generation(&words) };
             if arena.advance(slot, seen, claim)? {
                 let step = arena.file().field(slot, field::STEP)?.load(Ordering::Relaxed);
-                let dropped_step = (seen.state == SlotState::Full).then_some(step);
+                let dropped = (seen.state == SlotState::Full).then_some(DroppedState { step, generation: seen.generation });
                 let Some(word) = seen.after(claim) else { return Ok(None) };
-                return Ok(Some(Self { arena: arena.clone(), slot, word, dropped_step, is_published: false }));
+                return Ok(Some(Self { arena: arena.clone(), slot, word, dropped, is_published: false }));
             }
         }
     }
@@ -90,9 +97,9 @@ impl FilledSlot {
         &self.claimed.arena
     }
 
-    /// Step of the state that was dropped to free the slot.
-    pub(crate) fn dropped_step(&self) -> Option<u64> {
-        self.claimed.dropped_step
+    /// State that was dropped to free the slot.
+    pub(crate) fn dropped(&self) -> Option<DroppedState> {
+        self.claimed.dropped
     }
 
     /// Publishes the state as the part of one of `world` ranks; returns its generation.

@@ -13,10 +13,10 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
-use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector, TensorView};
+use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, Retention, StepSelector, TensorView};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
-    Until, agent_status, agree, run_agent, stop_agent,
+    Until, agent_status, run_agent, stop_agent,
 };
 
 use crate::errors::raise;
@@ -32,7 +32,6 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ArenaMapping>()?;
     module.add_function(wrap_pyfunction!(hosts_from_variables, module)?)?;
     module.add_function(wrap_pyfunction!(peer_addresses, module)?)?;
-    module.add_function(wrap_pyfunction!(newest_common_step, module)?)?;
     module.add_function(wrap_pyfunction!(serve, module)?)?;
     module.add_function(wrap_pyfunction!(status, module)?)?;
     module.add_function(wrap_pyfunction!(stop, module)?)
@@ -268,10 +267,32 @@ impl Engine {
         }
     }
 
+    /// Forgets a save that failed and that this rank alone repeats.
+    fn forget_failed_save(&self, py: Python<'_>) -> PyResult<()> {
+        opened(&mut *self.lock(py)?)?.forget_failed_save();
+        Ok(())
+    }
+
     /// Announces that this rank saves no more.
     fn end_saves(&self, py: Python<'_>) -> PyResult<()> {
         opened(&mut *self.lock(py)?)?.end_saves();
         Ok(())
+    }
+
+    /// Returns the steps that this rank can load, and its attempt, for `agree`.
+    fn offer(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Option<u64>)> {
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        let offer = py.detach(|| engine.offer()).map_err(|e| raise(&e))?;
+        Ok((offer.steps, offer.attempt))
+    }
+
+    /// Agrees with all ranks, whose offers these are, on the newest step that all of them can load.
+    fn agree(&self, py: Python<'_>, offers: Vec<(Vec<u64>, Option<u64>)>) -> PyResult<Option<u64>> {
+        let offers: Vec<RankOffer> = offers.into_iter().map(|(steps, attempt)| RankOffer { steps, attempt }).collect();
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        py.detach(|| engine.agree(&offers)).map_err(|e| raise(&e))
     }
 
     /// Agrees with all ranks, through the store, on the newest step that all of them can load. Returns that step.
@@ -535,12 +556,6 @@ type FoundHosts = (String, u32, u32, Vec<u32>);
 fn hosts_from_variables(rank: u32, variables: BTreeMap<String, String>) -> PyResult<Option<FoundHosts>> {
     let found = Hosts::from_variables(rank, |name| variables.get(name).cloned()).map_err(|e| raise(&e))?;
     Ok(found.map(|hosts| (hosts.session, hosts.local_ranks.start, hosts.local_ranks.end, hosts.first_ranks)))
-}
-
-/// Returns the newest step that is in all of these lists.
-#[pyfunction]
-fn newest_common_step(ranks: Vec<Vec<u64>>) -> Option<u64> {
-    agree(&ranks).step
 }
 
 /// Runs an agent in this process until it is told to stop. Returns the number of states that still wait in shared

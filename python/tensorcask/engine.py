@@ -183,6 +183,8 @@ class Engine:
         self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
+        # Number of agreements through the store.
+        self._agreed = 0
         self._native = _native.Engine(
             os.fspath(store),
             {
@@ -318,6 +320,8 @@ class Engine:
             # Memory that CUDA knows stays until it is told otherwise, and may be what a larger arena lacks.
             if not self._arena.forget():
                 raise
+            # Other ranks may not repeat this step.
+            self._native.forget_failed_save()
             native = self._native.begin_save(*arguments, deferred, rows)
         copies = _device.Copies() if native.is_skipped else self._arena.copy(native, sources)
         self._saving = saving = Saving(self, native, copies, None, confirm)
@@ -419,35 +423,34 @@ class Engine:
     def agree(self, group: Any = None) -> int | None:
         """Returns the newest step that all ranks can load, through ``torch.distributed``; None if there is none.
 
-        Call it on all ranks of the group, before :meth:`restore`. Newer raw states, which some rank lacks, are
-        discarded.
+        Call it on all ranks of the group, before :meth:`restore`: when the job starts, and when it returns to an older step
+        later. Newer raw states, which some rank lacks, are discarded.
         """
         import torch.distributed as dist
 
-        steps = [found.step for found in self.loadable()]
-        ranks: list[Any]
+        offer = self._native.offer()
+        offers: list[Any]
         if group is None:
-            ranks = gather_on_cpu(steps, dist.get_backend() == "gloo")
+            offers = gather_on_cpu(offer, dist.get_backend() == "gloo")
         else:
-            ranks = [None] * dist.get_world_size(group)
-            dist.all_gather_object(ranks, steps, group=group)
-        step = _native.newest_common_step(ranks)
-        if step is not None:
-            self.discard_after(step)
-        return step
+            offers = [None] * dist.get_world_size(group)
+            dist.all_gather_object(offers, offer, group=group)
+        return self._native.agree(offers)
 
     def agree_by_store(self, round: str | None = None, timeout: float = 300.0) -> int | None:
         """Works like :meth:`agree` without a collective: each rank writes its list into the first tier, or with ``peers`` to its agent.
 
-        ``round`` names this start of the job, such as the number of the attempt. No other start may use the same name. On many
-        hosts, it follows from the session by default. ``timeout``: seconds to wait for the lists of other ranks; then raises
+        ``round`` names this agreement, such as the number of the attempt. No other agreement may use the same name. On many
+        hosts, it follows by default from the session and the number of earlier calls. ``timeout``: seconds to wait for the lists of other ranks; then raises
         ``NotFoundError``.
         """
         if round is None:
             if self._hosts is None:
                 raise ValueError("agree_by_store: name this start of the job, for example by the number of the attempt")
-            round = self._hosts.round
-        return self._native.agree_by_store(round, timeout)
+            round = f"{self._hosts.round}-{self._agreed}" if self._agreed else self._hosts.round
+        step = self._native.agree_by_store(round, timeout)
+        self._agreed += 1
+        return step
 
     def discard_after(self, step: int) -> int:
         """Discards raw states of later steps, which other ranks do not have. Returns their number."""

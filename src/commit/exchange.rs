@@ -13,10 +13,15 @@ const CONCURRENT_REQUESTS: usize = 32;
 /// Maximum size of an offer, in bytes.
 const MAX_OFFER_BYTES: u64 = 16 << 20;
 
-#[derive(Serialize, Deserialize)]
+/// Steps and attempt of a rank, with which all ranks agree on the step to return to.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Offer {
-    steps: Vec<u64>,
+pub struct RankOffer {
+    /// Steps that the rank can load, newest first.
+    pub steps: Vec<u64>,
+    /// How often the rank has returned to an older step in its session. `None` if it has not saved in the session.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attempt: Option<u64>,
 }
 
 /// Messages of the ranks of a job, exchanged through a store: the steps that each rank can load, and the receipts of a
@@ -32,16 +37,15 @@ impl RankExchange {
         Self { store: store.clone() }
     }
 
-    /// Tells the other ranks which steps this rank can load, newest first. `round` names one start of a job and may
-    /// contain lower-case letters, digits, `-` and `_`. A rank may repeat the same list within a round; a different
-    /// list is a `Conflict`.
-    pub async fn put_offer(&self, round: &str, rank: u32, steps: &[u64]) -> Result<()> {
+    /// Makes an offer to the other ranks. `round` names one start of the job and may contain lower-case letters, digits, `-`
+    /// and `_`. A rank may repeat the same offer within a round; a different offer is a `Conflict`.
+    pub async fn put_offer(&self, round: &str, rank: u32, offer: &RankOffer) -> Result<()> {
         self.store.objects().ensure_root()?;
         let path = path_of(round, rank)?;
-        let json = serde_json::to_vec(&Offer { steps: steps.to_vec() }).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+        let json = serde_json::to_vec(offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
         self.store.objects().create_unique(&path, json.into()).await.map_err(|e| match e.kind() {
             ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
-                let message = "this rank has offered other steps in this round; each start of the job needs a round of its own";
+                let message = "this rank has made another offer in this round; each agreement needs a round of its own";
                 Error::new(ErrorKind::Conflict, message).object(path)
             }
             _ => e,
@@ -49,13 +53,12 @@ impl RankExchange {
     }
 
     /// Returns the offer of each rank in a round, or `None` for a rank without one.
-    pub async fn offers(&self, round: &str, world: u32) -> Result<Vec<Option<Vec<u64>>>> {
+    pub async fn offers(&self, round: &str, world: u32) -> Result<Vec<Option<RankOffer>>> {
         let read = |rank: u32| async move {
             let path = path_of(round, rank)?;
             let Some(bytes) = self.store.objects().get_if_present(&path, MAX_OFFER_BYTES).await? else { return Ok(None) };
-            let offer: Offer =
-                serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not a list of steps: {e}")).object(path))?;
-            Ok(Some(offer.steps))
+            let offer = serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not an offer: {e}")).object(path))?;
+            Ok(Some(offer))
         };
         concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await
     }

@@ -22,7 +22,7 @@ mod store_file;
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
 pub(crate) use confirm::{Need, Stale, Standing};
-pub use exchange::RankExchange;
+pub use exchange::{RankExchange, RankOffer};
 pub(crate) use finite_marks::FiniteMarks;
 use finite_marks::LastGood;
 pub use history::History;

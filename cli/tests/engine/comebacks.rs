@@ -96,6 +96,126 @@ fn a_rank_that_restarts_alone_is_joined_by_the_others() {
     (1..=3).for_each(|step| check_halves(&host, step, 1));
 }
 
+/// The job went on elsewhere. When it comes back, the store answers only one of the two ranks.
+#[test]
+fn ranks_that_see_different_histories_do_not_start_together() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let save_both = |first: &mut Engine, second: &mut Engine, step, attempt| {
+        save_half(first, 0, step, attempt);
+        save_half(second, 1, step, attempt);
+    };
+    save_both(&mut first, &mut second, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    save_both(&mut first, &mut second, 2, 1);
+    assert!(first.wait(Until::Encoded, LONG).unwrap().reached);
+    drop((first, second));
+    host.kill_agent();
+    away.back();
+    let other = Host::new();
+    let there = |rank| EngineOptions { rank, world: WORLD, store: host.options().store, ..other.options() };
+    let (mut first, mut second) = (Engine::start(there(0)).unwrap(), Engine::start(there(1)).unwrap());
+    assert_eq!(first.restore(Latest).unwrap().step, 1);
+    save_both(&mut first, &mut second, 2, 2);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    drop((first, second));
+    // Rank 0 does not reach the store and trusts memory, which has step 2 of the first job.
+    let away = Away::take(&host.store_path());
+    let trusting = rank(&host, 0);
+    away.back();
+    let refused = Engine::start(EngineOptions { rank: 1, world: WORLD, ..host.options() }).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
+    drop(trusting);
+    // Rank 1 does not reach the store, and may have restored before rank 0 starts.
+    let away = Away::take(&host.store_path());
+    let trusting = rank(&host, 1);
+    away.back();
+    let refused = Engine::start(EngineOptions { rank: 0, world: WORLD, ..host.options() }).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
+    drop(trusting);
+    let (first, second) = (rank(&host, 0), rank(&host, 1));
+    for engine in [&first, &second] {
+        assert_eq!(engine.loadable().unwrap()[0].step, 2);
+        assert!(matches!(engine.restore(2).unwrap().source, Source::Tier(..)), "step 2 of the job elsewhere");
+    }
+}
+
+/// Rank 1 misses a save that rank 0 makes. Both return to the step before within one start.
+#[test]
+fn a_state_from_before_a_return_is_not_joined_though_a_rank_missed_a_save() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    save_half(&mut first, 0, 1, 1);
+    save_half(&mut second, 1, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    save_half(&mut first, 0, 2, 1);
+    let offers = [first.offer().unwrap(), second.offer().unwrap()];
+    assert_eq!((offers[0].attempt, offers[1].attempt), (Some(0), Some(0)));
+    for engine in [&mut first, &mut second] {
+        assert_eq!(engine.agree(&offers).unwrap(), Some(1));
+        assert_eq!(engine.restore(1).unwrap().step, 1);
+    }
+    // Rank 1 comes first: a state of rank 0 from before the return must not complete its state.
+    save_half(&mut second, 1, 2, 2);
+    stays_incomplete(&mut second);
+    save_half(&mut first, 0, 2, 2);
+    for step in 3..=4 {
+        save_half(&mut first, 0, step, 2);
+        save_half(&mut second, 1, step, 2);
+    }
+    for engine in [&mut first, &mut second] {
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(waited.reached && waited.problem.is_none(), "{waited:?}");
+    }
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+    (2..=4).for_each(|step| check_halves(&host, step, 2));
+    // The discarded save did not become durable.
+    assert!(first.wait_for(2, Until::Durable, LONG).unwrap().reached, "the save after the return");
+}
+
+/// A rank repeats a save that had succeeded. From then on, its states belong to no snapshot, and the others learn why.
+#[test]
+fn ranks_hear_that_one_of_them_repeated_a_save_alone() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    save_half(&mut first, 0, 1, 1);
+    save_half(&mut second, 1, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    save_half(&mut second, 1, 1, 1);
+    save_half(&mut first, 0, 2, 1);
+    let waited = first.wait(Until::Encoded, LONG).unwrap();
+    assert!(waited.failed && waited.failures.iter().any(|failure| failure.message.contains("repeated a save")), "{waited:?}");
+    // The next start agrees on a step.
+    drop((first, second));
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    assert_eq!((first.restore(Latest).unwrap().step, second.restore(Latest).unwrap().step), (1, 1));
+    save_half(&mut first, 0, 2, 2);
+    save_half(&mut second, 1, 2, 2);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    check_halves(&host, 2, 2);
+}
+
+#[test]
+fn a_rank_hears_that_another_has_ended() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    save_half(&mut first, 0, 1, 1);
+    save_half(&mut second, 1, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    drop(second);
+    save_half(&mut first, 0, 2, 1);
+    until("rank 0 hears of rank 1", || {
+        let waited = first.wait(Until::Encoded, Duration::from_millis(100)).unwrap();
+        waited.problem.is_some_and(|problem| problem.contains("rank 1, whose trainer has ended"))
+    });
+    let mut second = rank(&host, 1);
+    save_half(&mut second, 1, 2, 1);
+    save_half(&mut first, 0, 2, 1);
+    assert!(second.wait(Until::Durable, LONG).unwrap().reached);
+    check_halves(&host, 2, 1);
+}
+
 /// All ranks return to an older step within one start, without telling the engine.
 #[test]
 fn an_older_step_may_be_saved_again() {

@@ -70,6 +70,11 @@ fn a_full_arena_makes_saves_skip_drop_or_wait_as_the_policy_says() {
     assert_eq!(engine.restore(Latest).unwrap().step, 7);
     host.signal_agent(Signal::CONT);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    // A later save is durable, the dropped one is not.
+    let dropped = engine.wait_for(5, Until::Durable, LONG).unwrap();
+    assert!(dropped.failed && !dropped.reached, "{dropped:?}");
+    assert!(dropped.failures.iter().any(|failure| failure.step == 5 && failure.message.contains("dropped")), "{dropped:?}");
+    assert!(engine.wait_for(6, Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 3, 6, 7]);
     drop(engine);
 

@@ -7,7 +7,7 @@ use tensorcask::{AheadUploads, Error, ErrorKind, Latest, Result, TensorView};
 use tracing::Instrument;
 use tracing::field::Empty;
 
-use super::encoder_queue::{next_work, remove_former_ranks};
+use super::encoder_queue::{absent_ranks, next_work, remove_former_ranks};
 use super::retry::Backoff;
 use super::run::Run;
 use super::run_event::{EncodedSave, Event, MemoryContents, RankGeneration};
@@ -129,13 +129,20 @@ fn find_obstacle(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
     let bytes = memory.bytes()?;
     let is_waiting =
         || run.read(|_, arenas| arenas.all(run.spec.local_ranks())).is_some_and(|all| all.iter().any(|arena| arena.has_full_slot()));
-    Ok((bytes >= run.cap && is_waiting()).then(|| {
-        format!(
+    if bytes >= run.cap && is_waiting() {
+        return Ok(Some(format!(
             "encoded snapshots use {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has some of them",
             run.cap
-        )
-    }))
+        )));
+    }
+    let absent: Vec<String> = absent_ranks(run).iter().take(8).map(u32::to_string).collect();
+    let message = || format!("states wait for rank {}, whose trainer has ended; start it again, or end the job", absent.join(", "));
+    Ok((!absent.is_empty()).then(message))
 }
+
+/// Why a state is dropped that not all ranks have.
+const NOT_COMPLETE: &str = "not all ranks have saved this step in the same session of the job, or a rank has returned to an older step, or \
+                            repeated a save, without the others; if all saves fail, end the job and start it again";
 
 /// Result of a turn of the encoder.
 enum Turn {
@@ -181,7 +188,7 @@ pub(super) fn drop_incomplete(run: &Run, arenas: &[Arc<Arena>], StateOfRank { ra
     if let Some(taken) = taken {
         let generations =
             vec![RankGeneration { rank: run.spec.local_ranks().start.saturating_add(rank as u32), generation: taken.generation() }];
-        let message = Error::not_found("not all ranks have saved this step in the same session of the job").to_string();
+        let message = Error::not_found(NOT_COMPLETE).to_string();
         run.release_and_apply(vec![taken], Event::Failed { generations, step: key.step, message })?;
     }
     Ok(())

@@ -28,6 +28,18 @@ pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
     Ok(select_next(&states, Sessions { oldest, current: session }, run.spec.world))
 }
 
+/// Ranks without a process and without a waiting state, while other ranks of the host wait for them.
+pub(super) fn absent_ranks(run: &Run) -> Vec<u32> {
+    let ranks = run.spec.local_ranks();
+    let Some(arenas) = run.read(|_, arenas| arenas.all(ranks.clone())) else { return Vec::new() };
+    let has_ended = |rank: u32| run.read(|state, _| saves_no_more(state, rank)) || !run.has_process(rank);
+    let (waiting, others): (Vec<_>, Vec<_>) = ranks.zip(&arenas).partition(|(_, arena)| arena.has_full_slot());
+    match waiting.iter().any(|(rank, _)| run.has_process(*rank)) {
+        true => others.into_iter().map(|(rank, _)| rank).filter(|rank| has_ended(*rank)).collect(),
+        false => Vec::new(),
+    }
+}
+
 /// Whether a complete save waits to be encoded, or is being encoded.
 pub(super) fn has_work(run: &Run) -> bool {
     if run.is_stopped() || run.is_outdated() || run.spec.inline {

@@ -6,6 +6,7 @@
 //! Modules are declared from the ground up: a module imports only from modules declared before it.
 
 mod inherited;
+mod judgements;
 mod noted_failures;
 
 mod options;

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
 use tokio::sync::watch;
 
+use super::judgements::{Judgement, Judgements};
 use super::metrics::SaveHistograms;
 use super::noted_failures::{note_failures, take_noted_failures};
 use super::rank_arenas::RankArenas;
@@ -45,6 +46,7 @@ pub(super) struct Run {
 struct Shared {
     state: RunState,
     arenas: RankArenas,
+    judgements: Judgements,
     /// Part of the last snapshot that was sent to the first tier while it was being encoded.
     ahead: Option<AheadUploads>,
 }
@@ -66,7 +68,7 @@ impl Run {
             folder: run,
             cap,
             bandwidth,
-            shared: Mutex::new(Shared { state, arenas: RankArenas::default(), ahead: None }),
+            shared: Mutex::new(Shared { state, arenas: RankArenas::default(), judgements: Judgements::default(), ahead: None }),
             wakes: Wakes::new(tiers.len()),
             tiers,
             changes: watch::Sender::new(0),
@@ -100,6 +102,11 @@ impl Run {
 
     /// Performs all actions; returns the first error.
     fn apply_locked(&self, shared: &mut Shared, event: Event) -> Result<()> {
+        match event {
+            Event::SavedSnapshot { .. } => shared.judgements.clear(),
+            Event::MemoryCleared => shared.judgements.on_memory_cleared(),
+            _ => {}
+        }
         let actions = shared.state.apply(event);
         // Once for all failures of the event. A full file system must not stop the work that has failed.
         if actions.iter().any(|action| matches!(action, Action::LogFailure { .. }))
@@ -163,6 +170,11 @@ impl Run {
     pub(super) fn attach(&self, request: &Attach) -> Result<u64> {
         let Attach { rank, pid, mode, session, .. } = *request;
         let mut shared = self.lock();
+        if let Some(judgement) = Judgement::of(request).filter(|_| self.spec.hosts.is_none()) {
+            let Shared { state, judgements, .. } = &mut *shared;
+            let is_connected = |rank: u32| state.ranks.get(&rank).is_some_and(|state| state.trainer.is_some());
+            judgements.add(rank, judgement, self.spec.local_ranks().start, is_connected)?;
+        }
         let arena = shared.arenas.open(&self.folder, rank)?;
         let event = Event::Attached(Attachment { rank, pid, mode, session, arena, latest: request.latest.clone() });
         let attached = self.apply_locked(&mut shared, event);
@@ -213,9 +225,14 @@ impl Run {
         let is_over = self.read(|state, arenas| state.is_finished && !state.is_attached() && state.is_quiet(arenas.waiting_states()));
         let may_connect = |rank: u32| {
             let has_finished = self.read(|state, _| state.ranks.get(&rank).is_some_and(|state| state.is_finished));
-            !has_finished && is_held(&self.folder.rank(rank).lock())
+            !has_finished && self.has_process(rank)
         };
         is_over && !self.spec.local_ranks().any(may_connect)
+    }
+
+    /// Whether a process trains a rank. It need not be connected.
+    pub(super) fn has_process(&self, rank: u32) -> bool {
+        is_held(&self.folder.rank(rank).lock())
     }
 
     /// The first tier, if a snapshot may be sent there while it is being encoded: the tier has everything else and
