@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, RankOffer, Result, StepSelector, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankOffer, Result, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -19,7 +19,7 @@ use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
 use crate::loadable::loadable;
 use crate::lock::Lock;
-use crate::meeting::{Round, exchange_offers};
+use crate::meeting::{Round, exchange_by_store, exchange_offers};
 use crate::memory_stores::remove_all_epochs;
 use crate::options::{Encode, EngineOptions};
 use crate::other_hosts::OtherHosts;
@@ -360,7 +360,7 @@ impl Engine {
         let offer = self.offer()?;
         let offers = match exchange_by_agents(self, round, &offer, timeout)? {
             Some(offers) => offers,
-            None => exchange_by_store(self, round, &offer, timeout)?,
+            None => self.runtime.block_on(exchange_by_store(&self.session.spec, self.options.rank, round, &offer, timeout))?,
         };
         self.agree(&offers)
     }
@@ -403,7 +403,7 @@ impl Engine {
             self.session.set_last_save(newest);
         }
         for word in discarded.iter().filter(|word| word.state == SlotState::Full) {
-            self.recent.note_removed(word.generation, DISCARDED);
+            self.recent.note_removed(word.generation, "its state was discarded, because the job returned to an older step");
         }
         Ok(discarded.len() as u64)
     }
@@ -478,9 +478,6 @@ impl Engine {
     }
 }
 
-/// Why saves fail whose states this process discarded.
-const DISCARDED: &str = "its state was discarded, because the job returned to an older step";
-
 /// Publishes a state whose buffers are all written.
 fn publish(engine: &mut Engine, saving: Saving, span: &tracing::Span) -> Result<Outcome> {
     let Saving { timer, copy, token } = saving;
@@ -510,21 +507,11 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
             Error::new(e.kind(), message).source(e)
         }
     })?;
-    let stall = timer.stall();
+    let (stall, dropped) = (timer.stall(), dropped.map(|dropped| dropped.step));
     span.record("generation", generation).record("bytes_in", bytes).record("copy_ms", copy_ms);
     span.record("stall_ms", millis(stall)).record("queue_depth", engine.session.progress().queue_depth);
-    Ok(with_news(
-        &engine.session,
-        &mut engine.reported,
-        Outcome {
-            step,
-            generation: Some(generation),
-            stall,
-            copy: time,
-            dropped: dropped.map(|dropped| dropped.step),
-            ..Outcome::default()
-        },
-    ))
+    let outcome = Outcome { step, generation: Some(generation), stall, copy: time, dropped, ..Outcome::default() };
+    Ok(with_news(&engine.session, &mut engine.reported, outcome))
 }
 
 /// Finds and reads the nearest copy of a state.
@@ -553,25 +540,6 @@ fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: D
 /// Notes of this host about its session, if the run is on many hosts.
 fn notes_of(engine: &Engine) -> Option<HostNotes> {
     engine.session.spec.hosts.as_ref().map(|hosts| HostNotes::read(&engine.run, hosts.session))
-}
-
-fn exchange_by_store(engine: &Engine, round: &str, offer: &RankOffer, timeout: Duration) -> Result<Vec<RankOffer>> {
-    let (rank, world, begun) = (engine.options.rank, engine.options.world, Instant::now());
-    let stores = engine.session.spec.stores()?;
-    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-    engine.runtime.block_on(RankExchange::new(first).put_offer(round, rank, offer))?;
-    loop {
-        let offers = engine.runtime.block_on(RankExchange::new(first).offers(round, world))?;
-        let missing: Vec<String> = (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
-        if missing.is_empty() {
-            return Ok(offers.into_iter().flatten().collect());
-        }
-        if begun.elapsed() > timeout {
-            let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
-            return Err(Error::not_found(message).object(first.url()));
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
 }
 
 fn restore_places(engine: &Engine) -> RestorePlaces<'_> {

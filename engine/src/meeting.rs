@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tensorcask::{Error, ErrorKind, RankOffer, Result};
+use tensorcask::{Error, ErrorKind, RankExchange, RankOffer, Result};
 
 use crate::files::replace_file;
 use crate::folders::{RunFolder, publish};
 use crate::hosts_option::HostsSpec;
 use crate::lock::lock_file;
 use crate::other_hosts::OtherHosts;
+use crate::run_spec::RunSpec;
 
 /// The offer of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,6 +93,33 @@ pub(crate) async fn exchange_offers(
     let json = serde_json::to_vec(&offers).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
     replace_file(&agreed, &json)?;
     Ok(offers.ranks)
+}
+
+/// Exchanges the offers of all ranks, through the first tier.
+pub(crate) async fn exchange_by_store(
+    spec: &RunSpec,
+    rank: u32,
+    round: &str,
+    offer: &RankOffer,
+    timeout: Duration,
+) -> Result<Vec<RankOffer>> {
+    let (stores, begun) = (spec.stores()?, Instant::now());
+    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    let exchange = RankExchange::new(first);
+    exchange.put_offer(round, rank, offer).await?;
+    loop {
+        let offers = exchange.offers(round, spec.world).await?;
+        let missing: Vec<String> =
+            (0..).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _): (u32, _)| rank.to_string()).collect();
+        if missing.is_empty() {
+            return Ok(offers.into_iter().flatten().collect());
+        }
+        if begun.elapsed() > timeout {
+            let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
+            return Err(Error::not_found(message).object(first.url()));
+        }
+        tokio::time::sleep(RETRY).await;
+    }
 }
 
 /// A round of an agreement, and a rank in it.

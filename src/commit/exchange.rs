@@ -37,7 +37,7 @@ impl RankExchange {
         Self { store: store.clone() }
     }
 
-    /// Makes an offer to the other ranks. `round` names one start of the job and may contain lower-case letters, digits, `-`
+    /// Makes an offer to the other ranks. `round` names one agreement and may contain lower-case letters, digits, `-`
     /// and `_`. A rank may repeat the same offer within a round; a different offer is a `Conflict`.
     pub async fn put_offer(&self, round: &str, rank: u32, offer: &RankOffer) -> Result<()> {
         self.store.objects().ensure_root()?;

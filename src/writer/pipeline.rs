@@ -183,8 +183,8 @@ impl SavePipeline {
     pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
         self.input(step, layout, parent).check_codecs()?;
-        self.choose_settings(step, layout, parent)?;
         self.input(step, layout, parent).check_tied()?;
+        self.choose_settings(step, layout, parent)?;
         let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead } = self;
         let input = SaveInput { store, options, precision, changed_rows, settings, step, layout, parent };
         let mut slots = layout.slots();

@@ -34,6 +34,15 @@ fn stays_incomplete(engine: &mut Engine) {
     assert!(!waited.reached, "{waited:?}");
 }
 
+/// Both ranks, which have saved step 1.
+fn with_step_1(host: &Host) -> (Engine, Engine) {
+    let (mut first, mut second) = (rank(host, 0), rank(host, 1));
+    save_half(&mut first, 0, 1, 1);
+    save_half(&mut second, 1, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    (first, second)
+}
+
 fn check_halves(host: &Host, step: u64, attempt: u8) {
     assert!(host.store().snapshot(step).unwrap().read("w", &Slice::all()).unwrap().data == data(step, attempt), "step {step}");
 }
@@ -145,10 +154,7 @@ fn ranks_that_see_different_histories_do_not_start_together() {
 #[test]
 fn a_state_from_before_a_return_is_not_joined_though_a_rank_missed_a_save() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
-    save_half(&mut first, 0, 1, 1);
-    save_half(&mut second, 1, 1, 1);
-    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    let (mut first, mut second) = with_step_1(&host);
     save_half(&mut first, 0, 2, 1);
     let offers = [first.offer().unwrap(), second.offer().unwrap()];
     assert_eq!((offers[0].attempt, offers[1].attempt), (Some(0), Some(0)));
@@ -178,10 +184,7 @@ fn a_state_from_before_a_return_is_not_joined_though_a_rank_missed_a_save() {
 #[test]
 fn ranks_hear_that_one_of_them_repeated_a_save_alone() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
-    save_half(&mut first, 0, 1, 1);
-    save_half(&mut second, 1, 1, 1);
-    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
+    let (mut first, mut second) = with_step_1(&host);
     save_half(&mut second, 1, 1, 1);
     save_half(&mut first, 0, 2, 1);
     let waited = first.wait(Until::Encoded, LONG).unwrap();
@@ -199,10 +202,7 @@ fn ranks_hear_that_one_of_them_repeated_a_save_alone() {
 #[test]
 fn a_rank_hears_that_another_has_ended() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
-    save_half(&mut first, 0, 1, 1);
-    save_half(&mut second, 1, 1, 1);
-    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    let (mut first, second) = with_step_1(&host);
     drop(second);
     save_half(&mut first, 0, 2, 1);
     until("rank 0 hears of rank 1", || {

@@ -28,14 +28,14 @@ pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
     Ok(select_next(&states, Sessions { oldest, current: session }, run.spec.world))
 }
 
-/// Ranks without a process and without a waiting state, while other ranks of the host wait for them.
+/// Ranks without a process that other ranks of the host wait for. Nobody waits for a rank that saves no more.
 pub(super) fn absent_ranks(run: &Run) -> Vec<u32> {
     let ranks = run.spec.local_ranks();
     let Some(arenas) = run.read(|_, arenas| arenas.all(ranks.clone())) else { return Vec::new() };
-    let has_ended = |rank: u32| run.read(|state, _| saves_no_more(state, rank)) || !run.has_process(rank);
+    let is_absent = |rank: &u32| !run.has_process(*rank) && !run.read(|state, _| saves_no_more(state, *rank));
     let (waiting, others): (Vec<_>, Vec<_>) = ranks.zip(&arenas).partition(|(_, arena)| arena.has_full_slot());
     match waiting.iter().any(|(rank, _)| run.has_process(*rank)) {
-        true => others.into_iter().map(|(rank, _)| rank).filter(|rank| has_ended(*rank)).collect(),
+        true => others.into_iter().map(|(rank, _)| rank).filter(is_absent).collect(),
         false => Vec::new(),
     }
 }
