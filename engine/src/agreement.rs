@@ -4,7 +4,10 @@
 //! restore the newest step that is in every list. Newer steps of a single rank were never complete and are pruned
 //! (BitSnap, figure 4).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+
+use tensorcask::RankOffer;
+use tensorcask::wire::Id;
 
 /// Result of an agreement.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,9 +37,48 @@ pub fn agree(ranks: &[Vec<u64>]) -> Agreement {
     Agreement { step, pruned }
 }
 
+/// The step that all ranks return to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AgreedStep {
+    pub step: u64,
+    /// Its snapshot; `None` if all ranks have a raw state.
+    pub snapshot: Option<Id>,
+}
+
+/// Finds the newest step that all ranks can load. Passes over a step of which they know different snapshots: some of them
+/// cannot see that the job has continued elsewhere, and has saved another state of that step.
+pub(crate) fn agree_on(offers: &[RankOffer]) -> Option<AgreedStep> {
+    let mut snapshots: BTreeMap<u64, BTreeSet<Id>> = BTreeMap::new();
+    for (step, id) in offers.iter().flat_map(|offer| &offer.snapshots) {
+        snapshots.entry(*step).or_default().insert(*id);
+    }
+    let different: Vec<u64> = snapshots.iter().filter(|(_, ids)| ids.len() > 1).map(|(step, _)| *step).collect();
+    if !different.is_empty() {
+        tracing::warn!(steps = ?different, "ranks know different snapshots of these steps; none is restored");
+    }
+    let is_one = |step: &u64| !different.contains(step);
+    let steps: Vec<Vec<u64>> = offers.iter().map(|offer| offer.steps.iter().copied().filter(is_one).collect()).collect();
+    let step = agree(&steps).step?;
+    Some(AgreedStep { step, snapshot: snapshots.get(&step).and_then(BTreeSet::first).copied() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_with_different_snapshots_is_passed_over() {
+        let offer = |steps: &[(u64, Option<u8>)]| RankOffer {
+            steps: steps.iter().map(|(step, _)| *step).collect(),
+            snapshots: steps.iter().filter_map(|(step, id)| Some((*step, Id([(*id)?; 16])))).collect(),
+            attempt: None,
+        };
+        let offers = [offer(&[(30, Some(3)), (20, None), (10, Some(1))]), offer(&[(30, Some(4)), (20, Some(2)), (10, Some(1))])];
+        assert_eq!(agree_on(&offers), Some(AgreedStep { step: 20, snapshot: Some(Id([2; 16])) }));
+        assert_eq!(agree_on(&[offer(&[(30, Some(3))]), offer(&[(30, Some(4))])]), None);
+        let raw = [offer(&[(30, None)]), offer(&[(30, None)])];
+        assert_eq!(agree_on(&raw), Some(AgreedStep { step: 30, snapshot: None }));
+    }
 
     #[test]
     fn an_incomplete_newer_step_is_pruned() {

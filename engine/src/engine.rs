@@ -8,7 +8,7 @@ use tensorcask::{Blob, Error, ErrorKind, Metadata, RankOffer, Result, StepSelect
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
-use crate::agreement::agree;
+use crate::agreement::agree_on;
 use crate::arena_writer::{ArenaWriter, StateView, current_session};
 use crate::beginning::{join_session, join_timeout};
 use crate::copy_plan::Deferred;
@@ -28,7 +28,7 @@ use crate::restore::{RestorePlaces, find};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
 use crate::runtime;
-use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited};
+use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited, check_level};
 use crate::session::Session;
 use crate::slot::SlotState;
 
@@ -371,26 +371,34 @@ impl Engine {
             // Another rank that started again may have begun another session.
             self.session.wait(0, Until::Encoded, Duration::ZERO)?;
         }
-        let steps = self.loadable()?.into_iter().map(|found| found.step).collect();
-        Ok(RankOffer { steps, attempt: self.arena.attempts.current(current_session(self.arena.arena().map(Arc::as_ref), &self.session)?) })
+        let found = self.loadable()?;
+        let snapshots = found.iter().filter_map(|found| Some((found.step, found.snapshot?))).collect();
+        let steps = found.into_iter().map(|found| found.step).collect();
+        Ok(RankOffer {
+            steps,
+            snapshots,
+            attempt: self.arena.attempts.current(current_session(self.arena.arena().map(Arc::as_ref), &self.session)?),
+        })
     }
 
     /// Agrees with the other ranks on the newest step that all can load, from the [offers](Self::offer) of all ranks, in
     /// rank order. All ranks call this with the same offers. Returns `None` if no step can be loaded by all ranks.
     ///
     /// Discards newer raw states, which some rank lacks. States that ranks save from now on are never joined with states
-    /// from before, even if some rank missed a save before.
+    /// from before, even if some rank missed a save before. Until the next save, a restore of the step fails if it finds
+    /// only another snapshot of it.
     pub fn agree(&mut self, offers: &[RankOffer]) -> Result<Option<u64>> {
-        let steps: Vec<Vec<u64>> = offers.iter().map(|offer| offer.steps.clone()).collect();
-        let agreed = agree(&steps).step;
-        if let Some(step) = agreed {
+        let agreed = agree_on(offers);
+        let step = agreed.map(|agreed| agreed.step);
+        if let Some(step) = step {
             self.discard_after(step)?;
         }
         if let Some(newest) = offers.iter().filter_map(|offer| offer.attempt).max() {
             let session = current_session(self.arena.arena().map(Arc::as_ref), &self.session)?;
-            self.arena.attempts.begin(session, newest.saturating_add(1), agreed);
+            self.arena.attempts.begin(session, newest.saturating_add(1), step);
         }
-        Ok(agreed)
+        self.arena.attempts.set_agreed(agreed.filter(|_| offers.len() > 1));
+        Ok(step)
     }
 
     /// Discards raw states of later steps, which other ranks do not have. They are neither restored nor encoded.
@@ -515,8 +523,8 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
 }
 
 /// Finds and reads the nearest copy of a state.
-fn search<'e>(engine: &'e Engine, mut request: RestoreRequest<'_>) -> Result<Restored<'e>> {
-    let begun = Instant::now();
+fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restored<'e>> {
+    let (begun, mut request) = (Instant::now(), request.of_agreed(engine.arena.attempts.agreed()));
     let places = restore_places(engine);
     let found = engine.arena.pool().install(|| engine.runtime.block_on(find(&places, &mut request)));
     let run = &engine.session.spec.run;
@@ -564,15 +572,6 @@ fn with_news(session: &Session, reported: &mut u64, outcome: Outcome) -> Outcome
         tracing::error!(run = session.spec.run, step = failure.step, error = failure.message, "an earlier save failed");
     }
     Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
-}
-
-/// Fails if nothing can reach a level.
-fn check_level(options: &EngineOptions, until: Until) -> Result<()> {
-    let copies = options.peers.as_ref().map_or(0, |peers| peers.replicas);
-    match until == Until::Replicated && copies == 0 {
-        true => Err(Error::invalid("no save reaches the level `replicated`: the engine has no `peers`, or these have no replicas")),
-        false => Ok(()),
-    }
 }
 
 fn wait_on(session: &mut Session, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {

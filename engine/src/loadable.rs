@@ -3,6 +3,7 @@
 //! The places are asked from the nearest to the farthest. The memory of the hosts may hold only older steps: it can keep a base
 //! and lose part of a newer step that the first tier holds completely. So the log decides the order of their steps.
 
+use tensorcask::wire::Id;
 use tensorcask::{Result, SnapshotRecord};
 
 use crate::hosts_memory::{HostsMemory, open_hosts_memory};
@@ -16,17 +17,17 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
     let mut found = Steps::default();
     if !places.is_stale {
         for (_, header) in complete_slots(places)?.into_iter().filter(|(_, header)| header.world == places.spec.world) {
-            found.add(header.step, Source::Slot);
+            found.add(header.step, Source::Slot, None);
         }
         for epoch in places.run.epochs()?.into_iter().rev() {
             for record in restorable_snapshots(&open_epoch(places.run, epoch)?).await.unwrap_or_default() {
-                found.add(record.step, Source::Memory);
+                found.add(record.step, Source::Memory, Some(record.id));
             }
         }
     }
     let mut hosts = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
     for step in hosts.iter().flat_map(|hosts| &hosts.uncommitted) {
-        found.add(*step, Source::Hosts);
+        found.add(*step, Source::Hosts, None);
     }
     // In the order of a restore: if the job left a tier behind, that tier may have steps that the job no longer has.
     let stores = places.spec.stores()?;
@@ -46,11 +47,11 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
         let source = Source::Tier(tier, store.url().to_owned());
         match hosts.take_if(|_| tier == 0) {
             Some(hosts) => found.add_log(&records, &source, &hosts),
-            None => records.iter().rev().for_each(|record| found.add(record.step, source.clone())),
+            None => records.iter().rev().for_each(|record| found.add(record.step, source.clone(), Some(record.id))),
         }
     }
     for step in hosts.iter().flat_map(|hosts| &hosts.committed) {
-        found.add(*step, Source::Hosts);
+        found.add(*step, Source::Hosts, None);
     }
     Ok(found.0)
 }
@@ -65,9 +66,9 @@ impl Steps {
     }
 
     /// Adds a step that is older than those before, unless it is known.
-    fn add(&mut self, step: u64, source: Source) {
+    fn add(&mut self, step: u64, source: Source, snapshot: Option<Id>) {
         if !self.has(step) {
-            self.0.push(Loadable { step, source });
+            self.0.push(Loadable { step, source, snapshot });
         }
     }
 
@@ -79,12 +80,12 @@ impl Steps {
             if !self.has(record.step) {
                 let is_older = |known: &Loadable| known.source == Source::Hosts && known.step < record.step;
                 let place = self.0.iter().position(is_older).unwrap_or(self.0.len());
-                self.0.insert(place, Loadable { step: record.step, source: source.clone() });
+                self.0.insert(place, Loadable { step: record.step, source: source.clone(), snapshot: Some(record.id) });
             }
         }
         for record in before.iter().rev() {
             let is_near = hosts.committed.contains(&record.step);
-            self.add(record.step, if is_near { Source::Hosts } else { source.clone() });
+            self.add(record.step, if is_near { Source::Hosts } else { source.clone() }, Some(record.id));
         }
     }
 }

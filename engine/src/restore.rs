@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
+use tensorcask::{Error, ErrorKind, Result, Snapshot, StepSelector, Store};
 
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
@@ -51,9 +51,12 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     if let Some(found) = find_in_tiers(places, &stores, request).await? {
         return Ok(found);
     }
-    // Damage explains more than another failure, and that more than "not found".
+    // Damage explains more than another snapshot than the agreed one, that more than another failure, and that more than "not
+    // found".
     let place_of = |is_cause: fn(ErrorKind) -> bool| request.passed_over.iter().position(|passed| is_cause(passed.error.kind()));
-    let worst = place_of(|kind| kind == ErrorKind::Corrupt).or_else(|| place_of(|kind| kind != ErrorKind::NotFound));
+    let worst = place_of(|kind| kind == ErrorKind::Corrupt)
+        .or_else(|| place_of(|kind| kind == ErrorKind::Conflict))
+        .or_else(|| place_of(|kind| kind != ErrorKind::NotFound));
     Err(match (worst.map(|at| request.passed_over.swap_remove(at).error), request.at) {
         (Some(error), _) => error,
         (None, StepSelector::Step(step)) => {
@@ -215,7 +218,7 @@ async fn read_store(
             }
         }
         let (snapshot, error) = match opened {
-            Ok(snapshot) => match read_snapshot(&snapshot, source.clone(), request).await {
+            Ok(snapshot) => match read_agreed(&snapshot, source.clone(), request).await {
                 Ok(found) => return Ok(Some(found)),
                 Err(error) => (Some(snapshot), error),
             },
@@ -231,6 +234,15 @@ async fn read_store(
         }
         excluded.push(id);
     }
+}
+
+/// Reads a snapshot, unless the ranks have agreed on another one of this step.
+async fn read_agreed(snapshot: &Snapshot, source: Source, request: &mut RestoreRequest<'_>) -> Result<Restored<'static>> {
+    // The memory of the hosts commits steps under ids of its own.
+    if source != Source::Hosts {
+        request.check_agreed(snapshot.record())?;
+    }
+    read_snapshot(snapshot, source, request).await
 }
 
 /// Reads a damaged snapshot from the nearest tier that has another copy of it.

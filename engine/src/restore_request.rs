@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use tensorcask::wire::DirectoryTensor;
-use tensorcask::{Dtype, Error, Rect, Result, StepSelector, TensorView};
+use tensorcask::{Dtype, Error, ErrorKind, Rect, Result, SnapshotRecord, StepSelector, TensorView};
 
+use crate::agreement::AgreedStep;
 use crate::restored::{Destination, Part, PassedOver, Restored, Source};
 
 /// Tensors to restore.
@@ -89,6 +90,8 @@ impl Buffers<'_> {
 pub(crate) struct RestoreRequest<'s> {
     pub at: StepSelector,
     pub wanted: Wanted<'s>,
+    /// The step that the ranks have agreed on.
+    agreed: Option<AgreedStep>,
     /// The caller's memory; `None` allocates new memory.
     destination: Option<&'s mut dyn Destination>,
     /// Whether the destination has ended the restore.
@@ -99,7 +102,23 @@ pub(crate) struct RestoreRequest<'s> {
 impl<'s> RestoreRequest<'s> {
     /// A restore into new memory.
     pub(crate) fn new(at: StepSelector, wanted: Wanted<'s>) -> Self {
-        Self { at, wanted, destination: None, is_refused: false, passed_over: Vec::new() }
+        Self { at, wanted, agreed: None, destination: None, is_refused: false, passed_over: Vec::new() }
+    }
+
+    /// Accepts no other snapshot of the step that the ranks have agreed on.
+    pub(crate) fn of_agreed(self, agreed: Option<AgreedStep>) -> Self {
+        Self { agreed, ..self }
+    }
+
+    /// Fails if a snapshot of the wanted step is not the one that the ranks have agreed on.
+    pub(crate) fn check_agreed(&self, record: &SnapshotRecord) -> Result<()> {
+        match self.agreed {
+            Some(AgreedStep { step, snapshot: Some(id) }) if self.at == StepSelector::Step(step) && record.id != id => {
+                let message = format!("step {step} is snapshot {} here, and the ranks have agreed on snapshot {id}", record.id);
+                Err(Error::new(ErrorKind::Conflict, message))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A restore into the caller's memory.

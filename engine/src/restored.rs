@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
+use tensorcask::wire::Id;
 use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result};
 
 /// A state that was restored. Every byte matches its checksum.
@@ -147,4 +148,6 @@ pub struct Loadable {
     pub step: u64,
     /// Nearest place that has the step.
     pub source: Source,
+    /// Id of the snapshot there; `None` for a raw state.
+    pub snapshot: Option<Id>,
 }

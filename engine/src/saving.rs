@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use tensorcask::{Error, ErrorKind, Result};
 
+use crate::agreement::AgreedStep;
 use crate::arena::Arena;
 use crate::clock::now_ms;
-use crate::protocol::Failure;
+use crate::options::EngineOptions;
+use crate::protocol::{Failure, Until};
 use crate::slot_access::{DroppedState, FilledSlot};
 
 /// Result of a save. The state survives the end of this process; it is in the store once the agent has committed it.
@@ -233,6 +235,15 @@ impl RecentSaves {
 /// Number of saves to remember.
 const MAX_RECENT: usize = 1024;
 
+/// Fails if nothing can reach a level.
+pub(crate) fn check_level(options: &EngineOptions, until: Until) -> Result<()> {
+    let copies = options.peers.as_ref().map_or(0, |peers| peers.replicas);
+    match until == Until::Replicated && copies == 0 {
+        true => Err(Error::invalid("no save reaches the level `replicated`: the engine has no `peers`, or these have no replicas")),
+        false => Ok(()),
+    }
+}
+
 /// Counts how often this rank has returned to an older step in a session. All ranks count alike, because all save the
 /// same steps.
 #[derive(Debug, Default)]
@@ -240,6 +251,8 @@ pub(crate) struct Attempts {
     now: Attempt,
     /// Before the last save.
     before: Attempt,
+    /// The step that all ranks have returned to, until the next save.
+    agreed: Option<AgreedStep>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -262,6 +275,7 @@ impl Attempts {
     pub(crate) fn note(&mut self, session: u64, step: u64) {
         let now = Attempt { session, attempt: self.of(session, step), last_step: Some(step) };
         self.before = std::mem::replace(&mut self.now, now);
+        self.agreed = None;
     }
 
     /// Notes that the last save succeeded or was skipped.
@@ -278,6 +292,14 @@ impl Attempts {
     pub(crate) fn begin(&mut self, session: u64, attempt: u64, step: Option<u64>) {
         self.now = Attempt { session, attempt, last_step: step };
         self.before = self.now;
+    }
+
+    pub(crate) fn set_agreed(&mut self, agreed: Option<AgreedStep>) {
+        self.agreed = agreed;
+    }
+
+    pub(crate) fn agreed(&self) -> Option<AgreedStep> {
+        self.agreed
     }
 
     /// Forgets the last save if it failed: this rank alone repeats it.

@@ -279,17 +279,18 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns the steps that this rank can load, and its attempt, for `agree`.
-    fn offer(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Option<u64>)> {
+    /// Returns the steps that this rank can load, and its attempt, as JSON for `agree`.
+    fn offer(&self, py: Python<'_>) -> PyResult<String> {
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
         let offer = py.detach(|| engine.offer()).map_err(|e| raise(&e))?;
-        Ok((offer.steps, offer.attempt))
+        serde_json::to_string(&offer).map_err(|e| raise(&Error::invalid(format!("an offer: {e}"))))
     }
 
     /// Agrees with all ranks, whose offers these are, on the newest step that all of them can load.
-    fn agree(&self, py: Python<'_>, offers: Vec<(Vec<u64>, Option<u64>)>) -> PyResult<Option<u64>> {
-        let offers: Vec<RankOffer> = offers.into_iter().map(|(steps, attempt)| RankOffer { steps, attempt }).collect();
+    fn agree(&self, py: Python<'_>, offers: Vec<String>) -> PyResult<Option<u64>> {
+        let decode = |json: &String| serde_json::from_str(json).map_err(|e| raise(&Error::invalid(format!("not an offer: {e}"))));
+        let offers: Vec<RankOffer> = offers.iter().map(decode).collect::<PyResult<_>>()?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
         py.detach(|| engine.agree(&offers)).map_err(|e| raise(&e))

@@ -1,11 +1,13 @@
 //! Messages of the ranks of a job, exchanged through the store: offers of the steps that a rank can load, and receipts of
 //! uploaded shards. Spec: `spec/manifest.md`, clauses 6 and 7.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::ResultExt;
 use crate::store::concurrently;
-use crate::wire::Receipt;
+use crate::wire::{Id, Receipt};
 use crate::{Error, ErrorKind, Result, Store};
 
 /// Number of objects read at once.
@@ -19,9 +21,20 @@ const MAX_OFFER_BYTES: u64 = 16 << 20;
 pub struct RankOffer {
     /// Steps that the rank can load, newest first.
     pub steps: Vec<u64>,
+    /// The snapshot of each step that the rank would load from a snapshot. A raw state has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub snapshots: BTreeMap<u64, Id>,
     /// How often the rank has returned to an older step in its session. `None` if it has not saved in the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attempt: Option<u64>,
+}
+
+impl RankOffer {
+    /// Whether both are offers of one rank at two times: a raw state may have become a snapshot in between.
+    fn continues(&self, earlier: &Self) -> bool {
+        let is_known = |(step, id): (&u64, &Id)| earlier.snapshots.get(step).is_none_or(|known| known == id);
+        (&self.steps, self.attempt) == (&earlier.steps, earlier.attempt) && self.snapshots.iter().all(is_known)
+    }
 }
 
 /// Messages of the ranks of a job, exchanged through a store: the steps that each rank can load, and the receipts of a
@@ -38,28 +51,31 @@ impl RankExchange {
     }
 
     /// Makes an offer to the other ranks. `round` names one agreement and may contain lower-case letters, digits, `-`
-    /// and `_`. A rank may repeat the same offer within a round; a different offer is a `Conflict`.
+    /// and `_`. A rank may repeat an offer within a round, and the first one counts; an offer of other steps is a `Conflict`.
     pub async fn put_offer(&self, round: &str, rank: u32, offer: &RankOffer) -> Result<()> {
         self.store.objects().ensure_root()?;
         let path = path_of(round, rank)?;
         let json = serde_json::to_vec(offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
-        self.store.objects().create_unique(&path, json.into()).await.map_err(|e| match e.kind() {
-            ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
+        match self.store.objects().create_unique(&path, json.into()).await {
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
+                if self.offer(&path).await?.is_some_and(|earlier| offer.continues(&earlier)) {
+                    return Ok(());
+                }
                 let message = "this rank has made another offer in this round; each agreement needs a round of its own";
-                Error::new(ErrorKind::Conflict, message).object(path)
+                Err(Error::new(ErrorKind::Conflict, message).object(path))
             }
-            _ => e,
-        })
+            put => put,
+        }
+    }
+
+    async fn offer(&self, path: &str) -> Result<Option<RankOffer>> {
+        let Some(bytes) = self.store.objects().get_if_present(path, MAX_OFFER_BYTES).await? else { return Ok(None) };
+        serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::corrupt(format!("not an offer: {e}")).object(path))
     }
 
     /// Returns the offer of each rank in a round, or `None` for a rank without one.
     pub async fn offers(&self, round: &str, world: u32) -> Result<Vec<Option<RankOffer>>> {
-        let read = |rank: u32| async move {
-            let path = path_of(round, rank)?;
-            let Some(bytes) = self.store.objects().get_if_present(&path, MAX_OFFER_BYTES).await? else { return Ok(None) };
-            let offer = serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not an offer: {e}")).object(path))?;
-            Ok(Some(offer))
-        };
+        let read = |rank: u32| async move { self.offer(&path_of(round, rank)?).await };
         concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await
     }
 

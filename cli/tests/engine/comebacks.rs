@@ -8,10 +8,10 @@ use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, Source, Unt
 
 use super::host::*;
 
-const WORLD: u32 = 2;
+pub(crate) const WORLD: u32 = 2;
 const HALF: usize = 100_000;
 
-fn rank(host: &Host, rank: u32) -> Engine {
+pub(crate) fn rank(host: &Host, rank: u32) -> Engine {
     Engine::start(EngineOptions { rank, world: WORLD, ..host.options() }).unwrap()
 }
 
@@ -20,7 +20,7 @@ fn data(step: u64, attempt: u8) -> Vec<u8> {
     (0..HALF * 2).map(|i| (i / 7) as u8 ^ (step as u8).wrapping_mul(31) ^ attempt).collect()
 }
 
-fn save_half(engine: &mut Engine, rank: u32, step: u64, attempt: u8) {
+pub(crate) fn save_half(engine: &mut Engine, rank: u32, step: u64, attempt: u8) {
     let (all, from) = (data(step, attempt), rank as usize * HALF);
     let rect = Rect { offset: vec![from as u64], shape: vec![HALF as u64] };
     let tensors = [TensorView::shard("w", Dtype::U8, &[2 * HALF as u64], rect, &all[from..from + HALF]).unwrap()];
@@ -103,51 +103,6 @@ fn a_rank_that_restarts_alone_is_joined_by_the_others() {
     assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 3]);
     (1..=3).for_each(|step| check_halves(&host, step, 1));
-}
-
-/// The job went on elsewhere. When it comes back, the store answers only one of the two ranks.
-#[test]
-fn ranks_that_see_different_histories_do_not_start_together() {
-    let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
-    let save_both = |first: &mut Engine, second: &mut Engine, step, attempt| {
-        save_half(first, 0, step, attempt);
-        save_half(second, 1, step, attempt);
-    };
-    save_both(&mut first, &mut second, 1, 1);
-    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
-    let away = Away::take(&host.store_path());
-    save_both(&mut first, &mut second, 2, 1);
-    assert!(first.wait(Until::Encoded, LONG).unwrap().reached);
-    drop((first, second));
-    host.kill_agent();
-    away.back();
-    let other = Host::new();
-    let there = |rank| EngineOptions { rank, world: WORLD, store: host.options().store, ..other.options() };
-    let (mut first, mut second) = (Engine::start(there(0)).unwrap(), Engine::start(there(1)).unwrap());
-    assert_eq!(first.restore(Latest).unwrap().step, 1);
-    save_both(&mut first, &mut second, 2, 2);
-    assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
-    drop((first, second));
-    // Rank 0 does not reach the store and trusts memory, which has step 2 of the first job.
-    let away = Away::take(&host.store_path());
-    let trusting = rank(&host, 0);
-    away.back();
-    let refused = Engine::start(EngineOptions { rank: 1, world: WORLD, ..host.options() }).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
-    drop(trusting);
-    // Rank 1 does not reach the store, and may have restored before rank 0 starts.
-    let away = Away::take(&host.store_path());
-    let trusting = rank(&host, 1);
-    away.back();
-    let refused = Engine::start(EngineOptions { rank: 0, world: WORLD, ..host.options() }).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Fenced, "{refused}");
-    drop(trusting);
-    let (first, second) = (rank(&host, 0), rank(&host, 1));
-    for engine in [&first, &second] {
-        assert_eq!(engine.loadable().unwrap()[0].step, 2);
-        assert!(matches!(engine.restore(2).unwrap().source, Source::Tier(..)), "step 2 of the job elsewhere");
-    }
 }
 
 /// Rank 1 misses a save that rank 0 makes. Both return to the step before within one start.

@@ -9,6 +9,7 @@ mod deferred;
 mod doctor;
 mod faults;
 mod guards;
+mod histories;
 mod host;
 mod hosts;
 mod kills;
