@@ -67,16 +67,20 @@ pub(crate) struct LocalMemory {
 /// Memory is stale if another host made the newest snapshot of the first tier, or made a later save in a farther tier.
 /// It is also stale if the first tier has forgotten the newest snapshot in memory.
 pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &LocalMemory, timeout: Duration) -> Result<FreshnessReport> {
+    let memory = EncodedMemory::read(run, timeout).await?;
+    compare(spec, run, local, memory, timeout).await
+}
+
+/// Compares memory, as it was read before, with the tiers.
+async fn compare(
+    spec: &RunSpec,
+    run: &RunFolder,
+    local: &LocalMemory,
+    mut memory: EncodedMemory,
+    timeout: Duration,
+) -> Result<FreshnessReport> {
     let stores = spec.stores()?;
-    let epochs = run.epochs()?;
-    let mut memory = EncodedMemory { stores: Vec::new() };
-    for epoch in &epochs {
-        let store = open_epoch(run, *epoch)?;
-        if let Ok(contents) = query_tier(&store, timeout).await {
-            memory.stores.push((store, contents));
-        }
-    }
-    let is_empty = epochs.is_empty() && !local.has_states;
+    let is_empty = run.epochs()?.is_empty() && !local.has_states;
     let (mut first, mut unreachable): (Option<TierContents>, _) = (None, Vec::new());
     // Time of the newest save that is known to be ours, for comparison with farther tiers.
     let (mut newest_here, has_further) = (0, stores.len() > 1);
@@ -95,7 +99,7 @@ pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &Loc
         };
         let known = local.known_tiers.tier(store.url()).latest;
         let latest = contents.latest.as_ref().map(|latest| latest.id);
-        let continued_elsewhere = match (tier, &contents.latest) {
+        let mut continued_elsewhere = match (tier, &contents.latest) {
             (0, _) if contents.run.is_none() && known.is_some() => {
                 // Deleted, or on a disk that is not mounted: memory may be the only copy.
                 tracing::warn!(
@@ -115,6 +119,14 @@ pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &Loc
                 !is_ours && saved_at(store, newest, timeout).await > newest_here
             }
         };
+        if continued_elsewhere && !is_empty {
+            // The agent may have added the newest snapshot to memory, and copied it, since memory was read.
+            memory = EncodedMemory::read(run, timeout).await?;
+            continued_elsewhere = match tier {
+                0 => memory.is_outdated_by(&contents, known),
+                _ => !latest.is_some_and(|latest| memory.has(latest)),
+            };
+        }
         if continued_elsewhere && !is_empty {
             tracing::warn!(
                 run = spec.run,
@@ -147,6 +159,18 @@ struct EncodedMemory {
 }
 
 impl EncodedMemory {
+    /// Leaves out stores that cannot be read.
+    async fn read(run: &RunFolder, timeout: Duration) -> Result<Self> {
+        let mut stores = Vec::new();
+        for epoch in run.epochs()? {
+            let store = open_epoch(run, epoch)?;
+            if let Ok(contents) = query_tier(&store, timeout).await {
+                stores.push((store, contents));
+            }
+        }
+        Ok(Self { stores })
+    }
+
     fn has(&self, id: Id) -> bool {
         self.stores.iter().any(|(_, contents)| contents.has(id))
     }
@@ -160,5 +184,52 @@ impl EncodedMemory {
         let is_forgotten = |record: &SnapshotRecord| Some(record.id) == newest && record.status != SnapshotStatus::Live;
         let is_unknown = latest != known && !latest.is_some_and(|latest| self.has(latest));
         self.stores.iter().any(is_other_run) || is_unknown || tier.records.iter().any(is_forgotten)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tensorcask::maintain::{self, CopyOptions};
+    use tensorcask::{Dtype, Metadata, Policy, Store, TensorView, WriterOptions};
+
+    use super::{EncodedMemory, Freshness, LocalMemory, compare};
+    use crate::folders::EngineFolder;
+    use crate::known_tiers::KnownTiers;
+    use crate::memory_tier::MemoryTier;
+    use crate::options::EngineOptions;
+
+    const LIMIT: Duration = Duration::from_secs(180);
+
+    /// The agent goes on while a trainer starts. The trainer must not take the step for one of another host: it would discard
+    /// memory, and newer states that wait there.
+    #[tokio::test]
+    async fn a_step_that_is_stored_after_memory_was_read_is_not_one_of_another_host() {
+        let place = tempfile::tempdir().unwrap();
+        let url = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+        let options = EngineOptions { next_tiers: vec![url("far")], ..EngineOptions::new(url("near")) };
+        let spec = options.spec().unwrap();
+        let run = EngineFolder::open(Some(&place.path().join("engine"))).unwrap().run(&spec.key);
+        run.create().unwrap();
+        let tiers = spec.stores().unwrap();
+        let state = [TensorView::new("w", Dtype::U8, &[3], &[1, 2, 3]).unwrap()];
+        let copy = async |from: &Store, to: &Store| _ = maintain::copy(from, to, &CopyOptions::default()).await.unwrap();
+        for stored in 1..=2 {
+            let mut memory = MemoryTier::open(&run, &tiers, WriterOptions::default(), 1).await.unwrap();
+            let read = EncodedMemory::read(&run, LIMIT).await.unwrap();
+            memory.save(stored, &state, &[], &Metadata::default()).await.unwrap();
+            copy(memory.store(), &tiers[0]).await;
+            copy(&tiers[0], &tiers[1]).await;
+            let local = LocalMemory { known_tiers: KnownTiers::read(&run), has_states: true };
+            let report = compare(&spec, &run, &local, read, LIMIT).await.unwrap();
+            assert_eq!(report.freshness, Freshness::Current, "step {stored}");
+        }
+        // Another host has saved a step.
+        let mut writer = tiers[0].writer(Policy::Full).await.unwrap();
+        writer.save(3, &state, &[], &Metadata::default()).await.unwrap();
+        let local = LocalMemory { known_tiers: KnownTiers::read(&run), has_states: true };
+        let read = EncodedMemory::read(&run, LIMIT).await.unwrap();
+        assert!(matches!(compare(&spec, &run, &local, read, LIMIT).await.unwrap().freshness, Freshness::Stale(_)));
     }
 }
