@@ -155,7 +155,9 @@ impl Engine {
         if is_inline {
             let (tiers, cap) = (self.session.spec.stores()?, self.session.spec.cap(folder)?);
             let open = InlineEncoder::open(&self.run, &tiers, &self.session.spec, cap, self.options.back_pressure);
-            let encoder = self.runtime.block_on(open)?;
+            let mut encoder = self.runtime.block_on(open)?;
+            let newest = self.arena.newest_complete()?.max(progress.encoded).max(progress.durable);
+            self.runtime.block_on(encoder.begin_after(newest))?;
             self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
         }
@@ -371,7 +373,7 @@ impl Engine {
             // Another rank that started again may have begun another session.
             self.session.wait(0, Until::Encoded, Duration::ZERO)?;
         }
-        let found = self.loadable()?;
+        let found: Vec<Loadable> = self.loadable()?.into_iter().take(MOST_OFFERED).collect();
         let snapshots = found.iter().filter_map(|found| Some((found.step, found.snapshot?))).collect();
         let steps = found.into_iter().map(|found| found.step).collect();
         Ok(RankOffer {
@@ -591,5 +593,7 @@ fn check_metadata(metadata: &Metadata) -> Result<()> {
     }
 }
 
+/// Number of steps to offer to other ranks.
+const MOST_OFFERED: usize = 10_000;
 /// Interval of warnings while a run finishes.
 const FINISH_POLL: Duration = Duration::from_secs(10);

@@ -46,6 +46,14 @@ impl InlineEncoder {
         Ok(if sequence > 0 { InlineGeneration { epoch, sequence }.to_generation() } else { 0 })
     }
 
+    /// Continues with generations above one that an agent may have given to a state: begins a new epoch if necessary.
+    pub(crate) async fn begin_after(&mut self, generation: u64) -> Result<()> {
+        while self.last_generation().await?.max(InlineGeneration { epoch: self.tier.epoch(), sequence: 0 }.to_generation()) < generation {
+            self.tier.begin_epoch().await?;
+        }
+        Ok(())
+    }
+
     /// Notes the changed rows of a save that begins.
     pub(crate) fn note_rows(&mut self, tensors: &[TensorView<'_>]) {
         self.rows.note(shards_of(tensors, &[]));

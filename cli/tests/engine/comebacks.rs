@@ -403,6 +403,30 @@ fn a_job_continues_from_a_store_that_was_unavailable_at_its_start() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
+/// The agent before has counted far more saves than there are entries in memory's log, by which a trainer that encodes by itself
+/// numbers its saves.
+#[test]
+fn a_save_of_a_trainer_that_encodes_is_not_durable_because_of_an_older_one() {
+    let host = Host::new();
+    let back_pressure = BackPressure::DropOldestUncommitted;
+    let mut engine = Engine::start(EngineOptions { back_pressure, ..host.options() }).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::STOP);
+    (2..=60).for_each(|step| _ = save(&mut engine, step));
+    host.signal_agent(Signal::CONT);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    drop(engine);
+    let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, ..host.options() }).unwrap();
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 61);
+    let waited = engine.wait(Until::Durable, Duration::from_millis(300)).unwrap();
+    assert!(!waited.reached, "the store is away: {waited:?}");
+    away.back();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    check_stored(&host.store(), 61, SMALL);
+}
+
 #[test]
 fn steps_forgotten_in_the_store_are_not_restored_from_memory() {
     let host = Host::new();
