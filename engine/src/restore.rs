@@ -102,8 +102,12 @@ async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<
     for _ in 0..MOST_DAMAGED {
         let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout).await, request.passed_over.len());
         let Some(memory) = opened else { return Ok(None) };
-        if let Some(found) = read_store(places, &memory.store, &[], Source::Hosts, request).await? {
-            return Ok(Some(found));
+        // The memory of the hosts commits other steps under ids of its own.
+        let agreed = request.agreed.take_if(|agreed| !memory.committed.contains(&agreed.step));
+        let found = read_store(places, &memory.store, &[], Source::Hosts, request).await?;
+        request.agreed = agreed.or(request.agreed);
+        if found.is_some() {
+            return Ok(found);
         }
         let damage = request.passed_over.iter().skip(before).find(|passed| passed.error.kind() == ErrorKind::Corrupt);
         // Another place may have an undamaged copy. Each turn leaves out one more.
@@ -238,10 +242,7 @@ async fn read_store(
 
 /// Reads a snapshot, unless the ranks have agreed on another one of this step.
 async fn read_agreed(snapshot: &Snapshot, source: Source, request: &mut RestoreRequest<'_>) -> Result<Restored<'static>> {
-    // The memory of the hosts commits steps under ids of its own.
-    if source != Source::Hosts {
-        request.check_agreed(snapshot.record())?;
-    }
+    request.check_agreed(snapshot.record())?;
     read_snapshot(snapshot, source, request).await
 }
 

@@ -91,7 +91,7 @@ pub(crate) struct RestoreRequest<'s> {
     pub at: StepSelector,
     pub wanted: Wanted<'s>,
     /// The step that the ranks have agreed on.
-    agreed: Option<AgreedStep>,
+    pub agreed: Option<AgreedStep>,
     /// The caller's memory; `None` allocates new memory.
     destination: Option<&'s mut dyn Destination>,
     /// Whether the destination has ended the restore.
