@@ -28,8 +28,11 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     // The process id keeps a trainer and the agent from writing to the same temporary file.
     let new = path.with_extension(format!("new-{}", std::process::id()));
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new).map_err(fail)?;
-    file.write_all(bytes).map_err(fail)?;
-    std::fs::rename(&new, path).map_err(fail)
+    let replaced = file.write_all(bytes).and_then(|()| std::fs::rename(&new, path)).map_err(fail);
+    if replaced.is_err() {
+        let _ = std::fs::remove_file(&new);
+    }
+    replaced
 }
 
 /// Lists the folders within a folder by name; none if the folder is missing.

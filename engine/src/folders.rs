@@ -6,7 +6,7 @@
 //!   <key>/                                one run
 //!     run.json                            description of the run, for the agent
 //!     seen.json seen.lock                 newest known snapshot and writer of each tier
-//!     failures.json                       saves that failed for good
+//!     saves.json                          saves that failed for good, and those that the first tier may lack
 //!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
@@ -30,8 +30,8 @@ use crate::files::{list_folders, list_numbered, remove_file, remove_folder, repl
 
 /// Name of the list of damaged copies in the memory of hosts, in the folder of a run.
 pub(crate) const DAMAGED_COPIES: &str = "damaged.json";
-/// Name of the notes about saves that failed for good.
-pub(crate) const NOTED_FAILURES: &str = "failures.json";
+/// Name of the notes about saves that failed for good, and about those that the first tier may lack.
+pub(crate) const NOTED_SAVES: &str = "saves.json";
 /// Name of the notes about the steps that wait for their commit, and about the newest durable one.
 pub(crate) const UNDECIDED_SAVES: &str = "undecided.json";
 
@@ -212,7 +212,7 @@ impl RunFolder {
             remove_file(&self.rank(rank).arena())?;
             remove_file(&self.rank(rank).new_arena())?;
         }
-        remove_file(&self.root.join(NOTED_FAILURES))?;
+        remove_file(&self.root.join(NOTED_SAVES))?;
         remove_file(&self.root.join(UNDECIDED_SAVES))?;
         remove_file(&self.known_tiers())?;
         remove_file(&self.spec())?;

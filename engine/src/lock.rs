@@ -78,7 +78,17 @@ pub(crate) fn lock_file(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Does the same for the file `NAME.lock` beside a file of this name.
+/// Holds the lock of a file as [`lock_file`] does, unless another holder has it.
+pub(crate) fn try_lock_file(path: &Path) -> Result<Option<File>> {
+    let file = open(path)?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(Error::io(path.display().to_string(), e.into())),
+    }
+}
+
+/// Does the same as [`lock_file`] for the file `NAME.lock` beside a file of this name.
 pub(crate) fn lock_beside(path: &Path) -> Result<File> {
     lock_file(&path.with_extension("lock"))
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use tensorcask::wire::Id;
 use tensorcask::{Error, Result, SnapshotRecord, Store, StoreOptions};
 
-use crate::files::{create_folder, remove_folder};
+use crate::files::{create_folder, remove_file, remove_folder};
 use crate::folders::RunFolder;
 
 /// Opens the store of an epoch, which need not exist.
@@ -36,7 +36,14 @@ pub(crate) fn remove_all_epochs(folder: &RunFolder) -> Result<()> {
     if let Some(last) = epochs.last() {
         create_folder(&folder.memory(last.saturating_add(1)))?;
     }
-    epochs.into_iter().try_for_each(|epoch| remove_folder(&folder.memory(epoch)))
+    // First the files without which they are no stores: an agent that is killed here leaves no part that passes as one.
+    epochs.iter().try_for_each(|epoch| remove_file(&store_file(folder, *epoch)))?;
+    epochs.iter().try_for_each(|epoch| remove_folder(&folder.memory(*epoch)))
+}
+
+/// Path of the file without which a folder in memory is no store.
+pub(crate) fn store_file(folder: &RunFolder, epoch: u64) -> PathBuf {
+    folder.memory(epoch).join("store.json")
 }
 
 /// Bytes of shared memory that all stores of a run use.
@@ -60,10 +67,28 @@ pub(crate) fn encoded_bytes(folder: &RunFolder) -> Result<u64> {
     Ok(mirror_bytes(folder)?.saturating_add(replicas))
 }
 
+/// Removes the files `name#number` that writes of an earlier agent left in the mirror and in the copies of other hosts, when
+/// the agent was killed. Nobody may write there meanwhile.
+pub(crate) fn remove_interrupted_writes(folder: &RunFolder) -> Result<()> {
+    let replicas = folder.replicas()?.into_iter().map(|host| folder.replica(host));
+    for (path, _) in replicas.chain([folder.mirror()]).map(files_of).collect::<Result<Vec<_>>>()?.into_iter().flatten() {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if name.rsplit_once('#').is_some_and(|(_, number)| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())) {
+            remove_file(&path)?;
+        }
+    }
+    Ok(())
+}
+
 /// Bytes of all files in a folder, rounded up to whole pages.
 fn folder_bytes(folder: PathBuf) -> Result<u64> {
+    Ok(files_of(folder)?.into_iter().map(|(_, bytes)| bytes.next_multiple_of(4096)).fold(0, u64::saturating_add))
+}
+
+/// All files in a folder, and their sizes in bytes.
+fn files_of(folder: PathBuf) -> Result<Vec<(PathBuf, u64)>> {
     let fail = |path: &Path, e: std::io::Error| Error::io(path.display().to_string(), e);
-    let mut bytes = 0u64;
+    let mut files = Vec::new();
     let mut folders = vec![folder];
     while let Some(next) = folders.pop() {
         let entries = match std::fs::read_dir(&next) {
@@ -74,14 +99,14 @@ fn folder_bytes(folder: PathBuf) -> Result<u64> {
             let entry = entry.map_err(|e| fail(&next, e))?;
             match entry.metadata() {
                 Ok(found) if found.is_dir() => folders.push(entry.path()),
-                Ok(found) => bytes = bytes.saturating_add(found.len().next_multiple_of(4096)),
+                Ok(found) => files.push((entry.path(), found.len())),
                 // Another process has removed the file since the listing.
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
                 Err(e) => return Err(fail(&entry.path(), e)),
             }
         }
     }
-    Ok(bytes)
+    Ok(files)
 }
 
 /// The chain of a snapshot, newest first. Records are in commit order.

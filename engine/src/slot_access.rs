@@ -182,6 +182,11 @@ impl<'a> TakenSlot<'a> {
         self.arena.read(self.slot)
     }
 
+    /// Marks the state as encoded, for later agents.
+    pub(crate) fn mark_encoded(&self) -> Result<()> {
+        self.arena.raise_encoded(self.generation())
+    }
+
     /// Tells the trainer that the agent no longer needs the slot.
     pub(crate) fn release(mut self) -> Result<()> {
         self.is_released = self.arena.advance(self.slot, self.word, Transition::Release)?;

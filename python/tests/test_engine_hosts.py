@@ -365,10 +365,12 @@ def test_levels_status_and_a_session_that_is_used_twice(url, folders):
         with pytest.raises(ValueError, match="copied"):
             engine.wait("safe")
     runs = [agent_status(folder)["runs"][0] for folder in hosts]
+    # After another host has taken over, the former leader hears of it with a delay.
+    while [run["hosts"]["leader"]["is_this_host"] for run in runs].count(True) != 1:
+        runs = [agent_status(folder)["runs"][0] for folder in hosts]
     assert [run["levels"] for run in runs] == [{"copied": 2, "encoded": 2, "replicated": None, "durable": 2}] * 2
     leaders = [run["hosts"]["leader"] for run in runs]
-    assert sorted(leader["is_this_host"] for leader in leaders) == [False, True]
-    assert {leader["term"] for leader in leaders} == {1} and len({leader["writer"] for leader in leaders}) == 1
+    assert len({(leader["term"], leader["writer"]) for leader in leaders}) == 1
     # A new host with the name of a session that has begun.
     with pytest.raises(tensorcask.ConflictError, match="a session of its own"):
         engine_of(url, folders(), 1)

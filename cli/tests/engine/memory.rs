@@ -26,6 +26,28 @@ pub(crate) fn arena_is_present(engine_folder: &Path) {
     until("all slots are present", || matches!(arena_bytes(engine_folder), (size, present) if size == present));
 }
 
+/// The next agent finds no arena, because there was no memory for a larger one, and still knows which save is durable.
+#[test]
+fn a_run_without_an_arena_finishes_with_the_next_agent() {
+    let Some(folder) = mounted("20m") else { return };
+    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let mut engine = Engine::start(EngineOptions { folder: Some(engine_folder.clone()), ..host.options() }).unwrap();
+    State::new(1, SMALL).save(&mut engine).unwrap();
+    let first = engine.wait(Until::Durable, LONG);
+    let filler = folder.path().join("filler");
+    std::fs::write(&filler, vec![1; 10 << 20]).unwrap();
+    let refused = State::new(2, 16 << 20).save(&mut engine);
+    std::fs::remove_file(&filler).unwrap();
+    let has_arena = std::fs::read_dir(&engine_folder).unwrap().any(|entry| entry.unwrap().path().join("rank-0/arena").exists());
+    let pid: i32 = std::fs::read_to_string(engine_folder.join("agent.lock")).unwrap().trim().parse().unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL).unwrap();
+    let after = engine.wait(Until::Durable, LONG);
+    let finished = engine.finish();
+    unmount(&folder);
+    assert!(first.unwrap().reached && refused.unwrap_err().kind() == ErrorKind::Storage && !has_arena);
+    assert!(after.unwrap().reached && finished.is_ok());
+}
+
 /// Leaves the arena as a trainer does that dies before any slot is present.
 fn lose_memory(engine_folder: &Path) {
     let arena = std::fs::OpenOptions::new().write(true).open(arena_of(engine_folder)).unwrap();

@@ -60,6 +60,21 @@ fn a_new_agent_knows_which_ranks_have_ended() {
 }
 
 #[test]
+fn a_new_agent_removes_what_interrupted_writes_left_in_memory() {
+    let (job, start) = job_after_a_step();
+    let host = &job.hosts[1];
+    let run = host.engine_folder().join(&host.status().runs[0].key);
+    host.kill_agent();
+    let casks = run.join("mirror/casks");
+    let (left, cask) = (casks.join("name#1"), files_in(&casks).pop_first().unwrap());
+    std::fs::write(&left, b"part").unwrap();
+    let _agent = NextAgent::start(host);
+    until("the file is removed", || !left.exists());
+    assert!(cask.exists());
+    drop(start);
+}
+
+#[test]
 fn a_new_agent_sees_that_trainers_ended_without_an_agent() {
     let (job, mut start) = job_after_a_step();
     start.save(0, 2);

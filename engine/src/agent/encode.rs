@@ -179,7 +179,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust) ->
     if run.is_outdated() {
         return Ok(Turn::Idle);
     }
-    encode_taken(run, memory, rows, &arenas, taken).await
+    encode_taken(run, memory, rows, taken).await
 }
 
 /// Drops a state that not all ranks have.
@@ -195,13 +195,7 @@ pub(super) fn drop_incomplete(run: &Run, arenas: &[Arc<Arena>], StateOfRank { ra
 }
 
 /// Encodes taken slots, one per rank, as one snapshot.
-async fn encode_taken(
-    run: &Run,
-    memory: &mut MemoryTier,
-    rows: &mut RowTrust,
-    arenas: &[Arc<Arena>],
-    taken: Vec<TakenSlot<'_>>,
-) -> Result<Turn> {
+async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, taken: Vec<TakenSlot<'_>>) -> Result<Turn> {
     let generations: Vec<u64> = taken.iter().map(TakenSlot::generation).collect();
     let saves = saves_of(&taken)?;
     let Some(first) = taken.first() else { return Ok(Turn::Idle) };
@@ -222,9 +216,6 @@ async fn encode_taken(
     let error = match saved {
         Ok(EncodedSnapshot { saved, left_out }) => {
             rows.on_encoded(&saves, &left_out);
-            // Marked as encoded before any slot is released: a later agent then releases the slots instead of waiting
-            // for all ranks.
-            taken.iter().zip(arenas).try_for_each(|(taken, arena)| arena.raise_encoded(taken.generation()))?;
             let encode_ms = begun.elapsed().as_secs_f64() * 1e3;
             span.record("encode_ms", encode_ms).record("bytes_out", saved.stored_bytes).record("kind", saved.kind.name());
             remove_former_ranks(run);

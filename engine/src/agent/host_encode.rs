@@ -345,8 +345,6 @@ impl HostEncoder {
             }
         };
         work.note_encoded(at, &generations);
-        // Marked before any slot is released: a later agent then releases the slots instead of waiting for all ranks.
-        taken.iter().zip(arenas).try_for_each(|(taken, arena)| arena.raise_encoded(taken.generation()))?;
         remove_former_ranks(run);
         self.saves = self.saves.saturating_add(1);
         let encoding = Encoding {

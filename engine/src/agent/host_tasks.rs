@@ -16,11 +16,16 @@ use super::run::Run;
 use crate::host_notes::HostNotes;
 use crate::hosts::HostOptions;
 use crate::hosts_option::HostsSpec;
-use crate::memory_stores::open_mirror;
+use crate::lock::try_lock_file;
+use crate::memory_stores::{open_mirror, remove_interrupted_writes};
 
 /// Starts the tasks of a run on many hosts.
 pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<JoinHandle<()>>> {
     let (store, memory) = (run.spec.store_for_encoder()?, open_mirror(&run.folder)?);
+    // A trainer that holds the lock may be writing to the mirror.
+    if let Some(_held) = try_lock_file(&run.folder.hosts_lock())? {
+        remove_interrupted_writes(&run.folder)?;
+    }
     let notes = HostNotes::read(&run.folder, hosts.session);
     let options = HostOptions {
         session: hosts.session,

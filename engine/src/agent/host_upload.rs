@@ -3,6 +3,7 @@
 //! It begins with the steps that an earlier agent left in the mirror. While the store does not answer, steps wait here,
 //! and the encoder goes on until the mirror is full.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use tensorcask::maintain::Mirror;
@@ -47,7 +48,7 @@ pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut wai
     for step in earlier {
         uploader.upload(step).await;
     }
-    work.run.apply(RunEvent::NothingToUpload { tier: 0 });
+    work.run.apply(RunEvent::NothingToUpload { tier: 0, sources: BTreeSet::new() });
     while let Some(next) = waiting.recv().await {
         match next {
             UploadWork::Step(step) => {

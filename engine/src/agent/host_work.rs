@@ -327,6 +327,7 @@ fn report(run: &Run, key: SessionStep, step: UploadedStep, fate: Fate) {
             tier: 0,
             encoded: generations.iter().map(|known| (known.rank, known.generation)).collect(),
             epoch: 0,
+            sources: BTreeSet::from([0]),
             sequence,
             step: Some(key.step),
             pending_before: u64::from(sequence > 0),

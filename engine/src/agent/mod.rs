@@ -7,7 +7,6 @@
 
 mod inherited;
 mod judgements;
-mod noted_failures;
 
 mod options;
 
@@ -24,6 +23,8 @@ mod metrics;
 mod run_parts;
 
 mod run_state;
+
+mod noted_saves;
 
 mod rank_arenas;
 

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 
 use super::judgements::{Judgement, Judgements};
 use super::metrics::SaveHistograms;
-use super::noted_failures::{note_failures, take_noted_failures};
+use super::noted_saves::{note_saves, take_noted_saves};
 use super::rank_arenas::RankArenas;
 use super::run_event::{Action, Attachment, Event};
 use super::run_parts::TierState;
@@ -47,6 +47,8 @@ struct Shared {
     state: RunState,
     arenas: RankArenas,
     judgements: Judgements,
+    /// Whether the notes about the saves for later agents are out of date.
+    has_news: bool,
     /// Part of the last snapshot that was sent to the first tier while it was being encoded.
     ahead: Option<AheadUploads>,
 }
@@ -63,19 +65,27 @@ impl Run {
         let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
         let state = RunState::new(tiers.len(), encode);
         let mut state = if spec.hosts.is_some() { state.of_host(spec.local_ranks()) } else { state };
-        take_noted_failures(&run, &mut state);
-        Ok(Self {
+        let lost = take_noted_saves(&run, &mut state);
+        let run = Self {
             folder: run,
             cap,
             bandwidth,
-            shared: Mutex::new(Shared { state, arenas: RankArenas::default(), judgements: Judgements::default(), ahead: None }),
+            shared: Mutex::new(Shared {
+                state,
+                arenas: RankArenas::default(),
+                judgements: Judgements::default(),
+                has_news: !lost.is_empty(),
+                ahead: None,
+            }),
             wakes: Wakes::new(tiers.len()),
             tiers,
             changes: watch::Sender::new(0),
             replicas: Mutex::default(),
             committed_saves,
             spec,
-        })
+        };
+        lost.into_iter().try_for_each(|action| run.perform(&mut run.lock(), action))?;
+        Ok(run)
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -108,11 +118,16 @@ impl Run {
             _ => {}
         }
         let actions = shared.state.apply(event);
-        // Once for all failures of the event. A full file system must not stop the work that has failed.
-        if actions.iter().any(|action| matches!(action, Action::LogFailure { .. }))
-            && let Err(error) = note_failures(&self.folder, &shared.state)
-        {
-            tracing::warn!(run = self.spec.run, %error, "later agents will not know of these failed saves");
+        // Once for all changes of the event.
+        shared.has_news |= actions.iter().any(|action| matches!(action, Action::LogFailure { .. } | Action::NoteSaves));
+        if shared.has_news {
+            match note_saves(&self.folder, &shared.state) {
+                Ok(()) => shared.has_news = false,
+                // A full file system must not stop the work. The next event tries again.
+                Err(error) => {
+                    tracing::warn!(run = self.spec.run, %error, "a later agent will not know which saves have failed or wait for the store");
+                }
+            }
         }
         let performed = actions.into_iter().map(|action| self.perform(shared, action)).fold(Ok(()), Result::and);
         self.changes.send_modify(|changes| *changes += 1);
@@ -134,6 +149,8 @@ impl Run {
                 let Some(hosts) = &self.spec.hosts else { return Ok(()) };
                 return HostNotes::note_end(&self.folder, hosts.session, rank, has_ended);
             }
+            // Noted already.
+            Action::NoteSaves => {}
             Action::DropAhead => shared.ahead = None,
             Action::LogCommit(save) => {
                 self.committed_saves.observe(run, &save);
@@ -186,12 +203,20 @@ impl Run {
         attached.map(|()| attachment)
     }
 
-    /// Releases slots and applies the event that reports them, under one lock: otherwise the run would seem to have no
-    /// work in between.
+    /// Releases slots and applies the event that reports them, under one lock: otherwise the run would seem to have no work
+    /// in between.
     pub(super) fn release_and_apply(&self, slots: Vec<TakenSlot<'_>>, event: Event) -> Result<()> {
         let mut shared = self.lock();
+        let Event::Encoded(_) = event else {
+            slots.into_iter().try_for_each(TakenSlot::release)?;
+            return self.apply_locked(&mut shared, event);
+        };
+        // The event notes the save for later agents, before the slots show that it is encoded. All slots are marked before one is
+        // released: a later agent then releases the others instead of waiting for all ranks.
+        let applied = self.apply_locked(&mut shared, event);
+        slots.iter().try_for_each(TakenSlot::mark_encoded)?;
         slots.into_iter().try_for_each(TakenSlot::release)?;
-        self.apply_locked(&mut shared, event)
+        applied
     }
 
     /// Changes after each event.

@@ -1,6 +1,6 @@
 //! Events that change the state of a run, and the actions that follow from them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tensorcask::wire::Id;
 
@@ -51,8 +51,8 @@ pub(super) enum Event {
     Uploaded(Upload),
     /// Many hosts: a step that this host has uploaded will never be committed.
     GivenUp { generations: Vec<RankGeneration>, sequence: u64, step: u64, message: String },
-    /// The source of a tier has no snapshots.
-    NothingToUpload { tier: usize },
+    /// The sources of a tier have no snapshots. `sources`: their epochs.
+    NothingToUpload { tier: usize, sources: BTreeSet<u64> },
     /// An upload failed; the uploader will try again.
     UploadFailed { tier: usize, message: String },
     /// Another job has taken the first tier over since the uploader read these orders.
@@ -82,11 +82,13 @@ pub(super) enum Action {
         rank: u32,
         has_ended: bool,
     },
+    /// Note the saves for later agents.
+    NoteSaves,
     /// Drop the part of the last snapshot that was sent ahead to the first tier.
     DropAhead,
     /// Log a committed save.
     LogCommit(SaveStatus),
-    /// Log a failed save. All failures are noted for later agents, too.
+    /// Log a failed save, and note the saves for later agents.
     LogFailure {
         step: u64,
         message: String,
@@ -205,6 +207,8 @@ pub(super) struct Upload {
     pub encoded: BTreeMap<u32, u64>,
     /// Epoch of the source, if it is a store in memory.
     pub epoch: u64,
+    /// Epochs of all sources.
+    pub sources: BTreeSet<u64>,
     /// Last log entry of the source that was copied.
     pub sequence: u64,
     /// Step of that entry.

@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use serde::{Deserialize, Serialize};
 use tensorcask::wire::Id;
 
 use super::run_event::{RankGeneration, TierOrders};
+use super::save_log::UploadTimes;
 use crate::memory_tier::UploadState;
 use crate::protocol::Failure;
 
@@ -59,6 +61,8 @@ pub(super) struct MemoryState {
     pub committed: VecDeque<CommittedSnapshot>,
     /// Log entry up to which the first tier has everything.
     pub uploaded: u64,
+    /// The last upload to the first tier.
+    pub last_upload: Option<MemoryUpload>,
     /// Epochs whose snapshots can never be stored in the first tier.
     pub unusable: BTreeSet<u64>,
 }
@@ -69,11 +73,48 @@ impl MemoryState {
         let uploaded = if self.epoch == epoch { self.uploaded } else { 0 };
         UploadState { uploaded, unusable: self.unusable.clone() }
     }
+
+    /// Times of the upload that brought a snapshot to the first tier; `None` if the tier may lack it.
+    pub(super) fn stored_at(&self, snapshot: &CommittedSnapshot) -> Option<UploadTimes> {
+        let MemoryUpload { sources, sequence, times } = self.last_upload.as_ref()?;
+        let is_newest = sources.last() == Some(&snapshot.epoch);
+        (sources.contains(&snapshot.epoch) && (!is_newest || snapshot.sequence <= *sequence)).then_some(*times)
+    }
+
+    /// Adds a snapshot that the first tier may lack, once.
+    pub(super) fn add(&mut self, snapshot: CommittedSnapshot) {
+        let is_same = |known: &CommittedSnapshot| (known.epoch, known.sequence) == (snapshot.epoch, snapshot.sequence);
+        if !self.committed.iter().any(is_same) {
+            self.committed.push_back(snapshot);
+        }
+    }
+
+    /// Takes out the snapshots whose store is gone. `sources`: the stores in memory.
+    pub(super) fn take_removed(&mut self, sources: &BTreeSet<u64>) -> VecDeque<CommittedSnapshot> {
+        // Newer stores may have been begun since.
+        let newest = sources.last().copied().unwrap_or(0);
+        let is_kept = |known: &CommittedSnapshot| known.epoch >= newest || sources.contains(&known.epoch);
+        let (kept, removed) = std::mem::take(&mut self.committed).into_iter().partition(is_kept);
+        self.committed = kept;
+        removed
+    }
+}
+
+/// An upload from memory to the first tier.
+#[derive(Debug, Clone)]
+pub(super) struct MemoryUpload {
+    /// Epochs of its sources. All of the older ones was copied.
+    pub sources: BTreeSet<u64>,
+    /// Last log entry of the newest source that was copied.
+    pub sequence: u64,
+    pub times: UploadTimes,
 }
 
 /// A snapshot in memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct CommittedSnapshot {
+    pub step: u64,
     pub epoch: u64,
     /// Generation of each rank of this host, in rank order.
     pub generations: Vec<u64>,

@@ -11,7 +11,7 @@
 //! is in the first tier; no work waits while its worker sleeps. The test enumerates all interleavings of a trainer, the
 //! encoder and an uploader.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use tensorcask::wire::Id;
@@ -19,7 +19,7 @@ use tensorcask::wire::Id;
 use super::run_event::{
     Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots, RankGeneration, TierOrders, Upload,
 };
-use super::run_parts::{CommittedSnapshot, MemoryState, RankState, TierState};
+use super::run_parts::{CommittedSnapshot, MemoryState, MemoryUpload, RankState, TierState};
 use super::save_log::{Commit, SaveLog};
 use crate::inline_generation::InlineGeneration;
 use crate::options::Encode;
@@ -138,11 +138,12 @@ impl RunState {
                 [vec![Action::MarkFinished], after_end(self, rank)].concat()
             }
             Event::MemoryCleared => {
-                self.memory = MemoryState::default();
+                // Trainers that are still connected may wait for these.
+                let lost = std::mem::take(&mut self.memory).committed;
                 if let Some(first) = self.tiers.first_mut() {
                     first.pending = 0;
                 }
-                [vec![Action::DropAhead], self.wake_uploaders()].concat()
+                [fail_missing(self, lost), vec![Action::DropAhead, Action::NoteSaves], self.wake_uploaders()].concat()
             }
             Event::MemoryChanged(contents) => {
                 if self.memory.epoch != contents.epoch {
@@ -170,11 +171,11 @@ impl RunState {
                 }
                 vec![self.fail(&generations, step, &message)]
             }
-            Event::NothingToUpload { tier } => {
+            Event::NothingToUpload { tier, sources } => {
                 if let Some(tier) = self.tiers.get_mut(tier) {
                     (tier.is_known, tier.problem) = (true, None);
                 }
-                Vec::new()
+                if tier == 0 { fail_removed(self, &sources) } else { Vec::new() }
             }
             Event::UploadFailed { tier, message } => self.on_upload_failed(tier, message),
             Event::Fenced { orders, why } => {
@@ -269,15 +270,15 @@ impl RunState {
     fn on_saved(&mut self, rank: u32, note: &SaveNote, queue_depth: u64) -> Vec<Action> {
         let mut actions = Vec::new();
         self.is_restoring = false;
+        if rank == self.local_ranks.start {
+            self.saves.on_saved(note, queue_depth);
+        }
         if self.encode == Encode::Inline {
             // The trainer has committed the snapshot in memory itself.
             let state = self.ranks.entry(rank).or_default();
             state.encoded = state.encoded.max(note.generation);
             let InlineGeneration { epoch, sequence } = InlineGeneration::from_generation(note.generation);
-            actions.extend(self.commit(CommittedSnapshot { epoch, generations: vec![note.generation], sequence }, note.step));
-        }
-        if rank == self.local_ranks.start {
-            self.saves.on_saved(note, queue_depth);
+            actions.extend(self.commit(CommittedSnapshot { step: note.step, epoch, generations: vec![note.generation], sequence }));
         }
         actions.push(Action::WakeEncoder);
         actions.extend(self.wake_uploaders());
@@ -291,28 +292,40 @@ impl RunState {
             state.encoded = state.encoded.max(*generation);
         }
         self.problem = None;
-        let committed = CommittedSnapshot { epoch, generations, sequence };
+        let committed = CommittedSnapshot { step, epoch, generations, sequence };
         self.saves.on_encoded(committed.first_generation(), encoding);
-        let mut actions: Vec<Action> = self.commit(committed, step).into_iter().collect();
+        let mut actions = self.commit(committed);
         actions.extend((!self.tiers.is_empty()).then_some(Action::WakeUploader(0)));
         actions
     }
 
     /// Queues a snapshot in memory for the first tier. The save fails if its store in memory has been given up in the
     /// meantime.
-    fn commit(&mut self, committed: CommittedSnapshot, step: u64) -> Option<Action> {
+    fn commit(&mut self, committed: CommittedSnapshot) -> Vec<Action> {
         if self.memory.unusable.contains(&committed.epoch) {
-            return Some(self.fail(
-                &committed.by_rank(self.local_ranks.start),
-                step,
-                "it is a delta on a snapshot that cannot be stored; the next save writes a base",
-            ));
+            let why = "it is a delta on a snapshot that cannot be stored; the next save writes a base";
+            return vec![self.fail(&committed.by_rank(self.local_ranks.start), committed.step, why)];
         }
-        self.memory.committed.push_back(committed);
-        if let Some(tier) = self.tiers.first_mut() {
-            tier.pending += 1;
+        let mut actions = vec![Action::NoteSaves];
+        match self.memory.stored_at(&committed) {
+            // An upload that was under way has taken it along.
+            Some(times) => {
+                for RankGeneration { rank, generation } in committed.by_rank(self.local_ranks.start) {
+                    let state = self.ranks.entry(rank).or_default();
+                    state.durable = state.durable.max(generation);
+                }
+                actions.extend(self.saves.on_committed(committed.first_generation(), times).map(Action::LogCommit));
+                self.saves.last_commit = Some(Commit { step: committed.step, time_ms: times.time_ms });
+            }
+            None => {
+                self.memory.add(committed);
+                count_pending(self);
+                if let (Some(_), Some(first)) = (self.end_noted, self.tiers.first_mut()) {
+                    first.pending += 1;
+                }
+            }
         }
-        None
+        actions
     }
 
     /// Notes that a save failed for good on these ranks.
@@ -338,27 +351,23 @@ impl RunState {
             if !self.lost.insert(id) {
                 continue;
             }
-            // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
-            let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
-            let known = committed.iter().find(|known| known.sequence == sequence);
-            failed.push((known.map_or_else(encoded, |known| known.by_rank(first)), step));
+            let known = committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(first));
+            failed.push((known.unwrap_or_else(|| unknown_saves(self, epoch, sequence)), step));
         }
         while self.lost.len() > MAX_LOST {
             self.lost.pop_first();
         }
         let later = committed.iter().filter(|known| known.sequence > read);
-        failed.extend(later.map(|known| (known.by_rank(first), self.saves.step_of(known.first_generation()))));
+        failed.extend(later.map(|known| (known.by_rank(first), known.step)));
         let mut actions = Vec::new();
         for (generations, step) in failed {
             actions.push(self.fail(&generations, step, why));
         }
         self.memory.unusable.insert(epoch);
         self.memory.committed.retain(|committed| committed.epoch != epoch);
-        let pending = self.memory.committed.len() as u64;
-        if let Some(tier) = self.tiers.first_mut() {
-            tier.pending = pending;
-        }
-        actions.push(Action::WakeEncoder);
+        count_pending(self);
+        // An upload that is under way reports nothing now, and may have copied saves of older epochs.
+        actions.extend([Action::NoteSaves, Action::WakeEncoder, Action::WakeUploader(0)]);
         actions
     }
 
@@ -384,8 +393,11 @@ impl RunState {
                 next.pending += upload.copied;
                 actions.push(Action::WakeUploader(upload.tier + 1));
             }
-            if upload.tier == 0 && upload.epoch == self.memory.epoch && !self.memory.unusable.contains(&upload.epoch) {
+            if upload.tier == 0 && !self.memory.unusable.contains(&upload.epoch) {
                 actions.extend(self.on_durable(upload));
+            }
+            if upload.tier == 0 {
+                count_pending(self);
             }
         }
         // There may be room in memory again.
@@ -395,7 +407,12 @@ impl RunState {
 
     /// The first tier has everything that memory had before the upload.
     fn on_durable(&mut self, upload: &Upload) -> Vec<Action> {
-        self.memory.uploaded = upload.sequence;
+        let mut actions = fail_removed(self, &upload.sources);
+        if upload.epoch == self.memory.epoch {
+            self.memory.uploaded = upload.sequence;
+        }
+        let (sources, sequence, times) = (upload.sources.clone(), upload.sequence, upload.times);
+        self.memory.last_upload = Some(MemoryUpload { sources, sequence, times });
         for (rank, encoded) in &upload.encoded {
             let state = self.ranks.entry(*rank).or_default();
             state.durable = state.durable.max(*encoded);
@@ -406,7 +423,6 @@ impl RunState {
                 state.encoded = state.encoded.max(state.durable);
             }
         }
-        let mut actions = Vec::new();
         // Older epochs were uploaded first.
         let is_uploaded = |committed: &CommittedSnapshot| (committed.epoch, committed.sequence) <= (upload.epoch, upload.sequence);
         // An upload may have copied a snapshot that was committed in memory after it began. The next one reports it.
@@ -415,6 +431,7 @@ impl RunState {
             let Some(committed) = self.memory.committed.pop_front() else { break };
             is_news = true;
             actions.extend(self.saves.on_committed(committed.first_generation(), upload.times).map(Action::LogCommit));
+            actions.push(Action::NoteSaves);
         }
         self.saves.forget_starts(self.ranks.get(&self.local_ranks.start).map_or(0, |state| state.durable));
         if let (true, Some(step)) = (is_news, upload.step) {
@@ -479,6 +496,55 @@ impl RunState {
     }
 }
 
+/// Whether this is one of many hosts.
+pub(super) fn is_of_many_hosts(run: &RunState) -> bool {
+    run.end_noted.is_some()
+}
+
+/// Takes over what an earlier agent has encoded: the newest generation of each rank, and the snapshots in memory that the
+/// first tier may lack.
+pub(super) fn take_encoded(run: &mut RunState, encoded: BTreeMap<u32, u64>, unstored: VecDeque<CommittedSnapshot>) {
+    for (rank, encoded) in encoded {
+        let state = run.ranks.entry(rank).or_default();
+        state.encoded = state.encoded.max(encoded);
+    }
+    run.memory.committed = unstored;
+    count_pending(run);
+}
+
+/// The first tier lacks what waits for it in memory. On many hosts, the fate of each step is counted.
+fn count_pending(run: &mut RunState) {
+    if let (None, Some(first)) = (run.end_noted, run.tiers.first_mut()) {
+        first.pending = run.memory.committed.len() as u64;
+    }
+}
+
+/// The saves of a snapshot of an earlier agent that left no notes about it: any of those that the agent had encoded.
+fn unknown_saves(run: &RunState, epoch: u64, sequence: u64) -> Vec<RankGeneration> {
+    match run.encode {
+        Encode::Inline => {
+            let generation = InlineGeneration { epoch, sequence }.to_generation();
+            vec![RankGeneration { rank: run.local_ranks.start, generation }]
+        }
+        Encode::Agent => run.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect(),
+    }
+}
+
+/// Fails the saves whose store in memory was removed before the first tier had it. `sources`: the stores in memory.
+fn fail_removed(run: &mut RunState, sources: &BTreeSet<u64>) -> Vec<Action> {
+    let removed = run.memory.take_removed(sources);
+    if !removed.is_empty() {
+        count_pending(run);
+    }
+    fail_missing(run, removed)
+}
+
+/// Fails the saves of snapshots that memory no longer has.
+pub(super) fn fail_missing(run: &mut RunState, missing: VecDeque<CommittedSnapshot>) -> Vec<Action> {
+    let (first, why) = (run.local_ranks.start, "its snapshot was removed from memory before it reached the store");
+    missing.into_iter().map(|known| run.fail(&known.by_rank(first), known.step, why)).collect()
+}
+
 /// Whether a rank adds to no save any more. On many hosts, a rank whose trainer has left does not come back in its session. A
 /// trainer that only lost its connection may come back.
 pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
@@ -499,6 +565,9 @@ pub(super) fn owes_end(run: &RunState) -> bool {
 
 /// Number of lost snapshots to remember.
 const MAX_LOST: usize = 4096;
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod interleavings;

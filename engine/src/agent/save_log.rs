@@ -54,11 +54,6 @@ impl SaveLog {
         self.saves.iter().skip(self.saves.len().saturating_sub(MAX_SAVES))
     }
 
-    /// Step of a save; 0 if it is unknown.
-    pub(super) fn step_of(&self, generation: u64) -> u64 {
-        self.saves.iter().rfind(|save| save.generation == generation).map_or(0, |save| save.step)
-    }
-
     /// Times of the newest save that is committed in the first tier.
     pub(super) fn last_committed(&self) -> Option<PreviousSave> {
         let save = self.saves.iter().rev().find(|save| save.commit_ms.is_some())?;

@@ -2,6 +2,7 @@
 //!
 //! Snapshots are copied byte by byte, each as its own commit.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -69,8 +70,9 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
     // Read before the sources, which then contain all of these generations.
     let encoded = run.read(|state, _| state.ranks.iter().map(|(rank, state)| (*rank, state.encoded)).collect());
     let sources = find_sources(run, tier).await?;
+    let epochs: BTreeSet<u64> = sources.iter().map(|source| source.epoch).collect();
     let Some((newest, _)) = sources.split_last() else {
-        run.apply(Event::NothingToUpload { tier });
+        run.apply(Event::NothingToUpload { tier, sources: epochs });
         return Ok(());
     };
     if orders.take_over {
@@ -80,7 +82,7 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
     match check_permission(run, tier, orders, &sources, is_new).await? {
         Permission::Granted => {}
         Permission::NothingToDo => {
-            run.apply(Event::NothingToUpload { tier });
+            run.apply(Event::NothingToUpload { tier, sources: epochs });
             return Ok(());
         }
     }
@@ -124,6 +126,7 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
         tier,
         encoded,
         epoch: newest.epoch,
+        sources: epochs,
         sequence: last.map_or(0, |record| record.sequence),
         step: last.map(|record| record.step),
         pending_before,

@@ -30,7 +30,7 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
     let mut sources = Vec::with_capacity(candidates.len());
     for source in candidates {
         match source.store.history().run().await {
-            Ok(_) => sources.push(source),
+            Ok(run) => sources.push((run, source)),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             // The encoder creates another store in its place.
             Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => {
@@ -40,7 +40,9 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
             Err(e) => return Err(e),
         }
     }
-    Ok(sources)
+    // Leaves out snapshots of another run, which an agent that was killed had begun to remove.
+    let newest = sources.last().map(|(run, _)| *run);
+    Ok(sources.into_iter().filter(|(run, _)| Some(*run) == newest).map(|(_, source)| source).collect())
 }
 
 /// Whether any source, or the arena, holds something that a tier may lack.

@@ -2,222 +2,15 @@
 //! point.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::fmt::Write;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, MemoryContents, RankGeneration, TierOrders, Upload};
+use super::super::run_event::{Attachment, EncodedSave, Event, MemoryContents, RankGeneration, TierOrders, Upload};
 use super::super::save_log::{Encoding, UploadTimes};
-use super::RunState;
+use super::model::{Encoder, Limits, Model, Notes, Release, Slot, Step, Trainer, Uploader, Writer};
+use super::{RunState, take_encoded};
 use crate::options::Encode;
 use crate::protocol::{AttachMode, SaveNote};
 
-/// Events that may happen in a run of the model, at any point and in any combination.
-#[derive(Debug, Clone, Copy)]
-struct Limits {
-    /// Saves of the trainer.
-    saves: u64,
-    /// Deaths of the trainer.
-    trainer_deaths: u8,
-    /// Deaths of the agent.
-    agent_deaths: u8,
-    /// Attempts to encode that fail and are retried.
-    encoder_errors: u8,
-    /// Saves that fail for good.
-    final_errors: u8,
-    /// Uploads that fail before or after copying.
-    upload_errors: u8,
-    /// Times that a job on another host takes the tier over and saves a step.
-    other_jobs: u8,
-}
-
-/// Order in which the encoder releases a slot and reports the snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Release {
-    /// Both at once, under the lock of the run.
-    WithReport,
-    /// The slot first. This is wrong: in between, the agent seems to have no work.
-    BeforeReport,
-}
-
-/// State of a slot, without the details of the slot protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Slot {
-    Full,
-    Encoding,
-    Released,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Trainer {
-    Gone,
-    Idle {
-        attachment: u64,
-    },
-    /// A state is published and not reported yet.
-    Published {
-        attachment: u64,
-        generation: u64,
-    },
-    /// The trainer is dead, and the agent has not noticed yet.
-    Dead {
-        attachment: u64,
-    },
-}
-
-#[derive(Debug, Clone, PartialEq)]
-enum Encoder {
-    Asleep,
-    Begin,
-    /// Out-of-date memory has been removed.
-    Cleared,
-    Select,
-    Taken {
-        generation: u64,
-    },
-    /// The snapshot is committed in memory and not reported yet.
-    Committed {
-        generation: u64,
-    },
-    /// As `Committed`, but the slot is released already.
-    Released {
-        generation: u64,
-    },
-}
-
-#[derive(Debug, Clone, PartialEq)]
-enum Uploader {
-    Asleep,
-    Begin,
-    ReadEncoded { orders: TierOrders },
-    FindSource { orders: TierOrders, encoded: u64 },
-    Open { orders: TierOrders, encoded: u64, epoch: u64 },
-    Copy { orders: TierOrders, encoded: u64, epoch: u64 },
-    CopyMore { orders: TierOrders, encoded: u64, epoch: u64, pending_before: u64 },
-    Report { upload: Upload },
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Writer {
-    Nobody,
-    ThisRun,
-    OtherJob,
-}
-
-/// A step of a process: changes the model.
-type Step<'s> = &'s dyn Fn(&mut Model);
-
-/// Everything in the model.
-#[derive(Debug, Clone)]
-struct Model {
-    state: RunState,
-    release: Release,
-    limits: Limits,
-    trainer: Trainer,
-    encoder: Encoder,
-    uploader: Uploader,
-    /// Wake-ups that have not been consumed.
-    encoder_is_woken: bool,
-    uploader_is_woken: bool,
-    /// Slot of each generation, from 1. The model has enough slots for all saves.
-    arena: Vec<Slot>,
-    /// Newest generation that is marked as encoded in the arena.
-    arena_encoded: u64,
-    /// Generations in memory, in commit order; `None` if there is no store yet.
-    memory: Option<Vec<u64>>,
-    epoch: u64,
-    tier: BTreeSet<u64>,
-    writer: Writer,
-    /// Whether this agent has the tier open for writing.
-    has_copier: bool,
-    /// Whether the tier's newest snapshot was saved by another job.
-    is_outdated: bool,
-    /// Generations that were given up because memory was out of date.
-    given_up: BTreeSet<u64>,
-}
-
 impl Model {
-    fn new(limits: Limits, release: Release) -> Self {
-        Self {
-            state: RunState::new(1, Encode::Agent),
-            release,
-            limits,
-            trainer: Trainer::Gone,
-            encoder: Encoder::Begin,
-            uploader: Uploader::Begin,
-            encoder_is_woken: false,
-            uploader_is_woken: false,
-            arena: Vec::new(),
-            arena_encoded: 0,
-            memory: None,
-            epoch: 0,
-            tier: BTreeSet::new(),
-            writer: Writer::Nobody,
-            has_copier: false,
-            is_outdated: false,
-            given_up: BTreeSet::new(),
-        }
-    }
-
-    fn apply(&mut self, event: Event) {
-        for action in self.state.apply(event) {
-            match action {
-                Action::WakeEncoder => self.encoder_is_woken = true,
-                Action::WakeUploader(_) => self.uploader_is_woken = true,
-                _ => {}
-            }
-        }
-    }
-
-    fn slot(&mut self, generation: u64) -> &mut Slot {
-        &mut self.arena[generation as usize - 1]
-    }
-
-    fn arena_summary(&self) -> Option<ArenaSummary> {
-        let summary = ArenaSummary { session: self.state.session, encoded: self.arena_encoded, failed: Vec::new() };
-        (!self.arena.is_empty()).then_some(summary)
-    }
-
-    fn waiting_states(&self) -> u64 {
-        self.arena.iter().filter(|slot| **slot != Slot::Released).count() as u64
-    }
-
-    /// Checks what trainers and the main loop of the agent would see now.
-    fn check(&self) {
-        let progress = self.state.progress(0, self.waiting_states());
-        let memory = self.memory.clone().unwrap_or_default();
-        for generation in 1..=self.arena.len() as u64 {
-            let is_lost = progress.has_failed(generation) || self.given_up.contains(&generation);
-            let is_stored = self.tier.contains(&generation);
-            let is_in_memory = memory.contains(&generation);
-            if progress.durable >= generation {
-                assert!(is_stored || is_lost, "generation {generation} counts as durable: {self:#?}");
-            }
-            if progress.encoded >= generation {
-                assert!(is_stored || is_in_memory || is_lost, "generation {generation} counts as encoded: {self:#?}");
-            }
-            // States that the trainer published and has not reported yet keep the run busy, too.
-            if self.state.stopped.is_none() && self.state.memory.outdated.is_none() && self.state.is_quiet(self.waiting_states()) {
-                assert!(is_stored || is_lost, "the agent has no work, but the tier lacks generation {generation}: {self:#?}");
-            }
-        }
-    }
-
-    /// Checks a state in which encoder and uploader sleep and nobody wakes them.
-    fn check_asleep(&self) {
-        if self.state.stopped.is_some() || matches!(self.trainer, Trainer::Published { .. } | Trainer::Dead { .. }) {
-            return;
-        }
-        assert!(self.state.memory.outdated.is_none(), "out-of-date memory stays: {self:#?}");
-        assert_eq!(self.waiting_states(), 0, "a state waits, but the encoder sleeps: {self:#?}");
-        let lacking: Vec<u64> = self.memory.iter().flatten().filter(|generation| !self.tier.contains(generation)).copied().collect();
-        assert!(lacking.is_empty(), "the tier lacks {lacking:?}, but the uploader sleeps: {self:#?}");
-        assert!(self.state.is_quiet(0), "all work is done, but the run counts as busy: {self:#?}");
-    }
-
-    fn is_asleep(&self) -> bool {
-        (&self.encoder, &self.uploader) == (&Encoder::Asleep, &Uploader::Asleep) && !self.encoder_is_woken && !self.uploader_is_woken
-    }
-
     fn successors(&self) -> Vec<Model> {
         let mut after = Vec::new();
         let mut go = |step: Step<'_>| {
@@ -237,6 +30,15 @@ impl Model {
         if self.limits.agent_deaths > 0 {
             go(&|m| m.restart_agent());
         }
+        if self.limits.memory_losses > 0 && self.memory.is_some() {
+            // The encoder notices at its next save, and creates another store.
+            go(&|m| {
+                m.limits.memory_losses -= 1;
+                let damaged = m.memory.take().unwrap_or_default();
+                m.damaged.insert(m.epoch, damaged);
+                m.epoch += 1;
+            });
+        }
         after
     }
 
@@ -244,6 +46,9 @@ impl Model {
     fn restart_agent(&mut self) {
         self.limits.agent_deaths -= 1;
         self.state = RunState::new(1, Encode::Agent);
+        let Notes { encoded, unstored, failures } = self.notes.clone();
+        self.state.ranks.entry(0).or_default().failures = failures;
+        take_encoded(&mut self.state, encoded, unstored);
         (self.encoder, self.uploader) = (Encoder::Begin, Uploader::Begin);
         (self.encoder_is_woken, self.uploader_is_woken, self.has_copier) = (false, false, false);
         for generation in 1..=self.arena.len() as u64 {
@@ -320,10 +125,28 @@ impl Model {
                 m.epoch += 1;
                 m.encoder = Encoder::Cleared;
             }),
-            Encoder::Begin => go(&|m| m.open_memory()),
+            Encoder::Begin => {
+                go(&|m| m.open_memory());
+                // The tier has become one of another run.
+                if self.limits.memory_losses > 0 && self.state.stopped.is_none() && self.memory.is_some() {
+                    go(&|m| {
+                        m.limits.memory_losses -= 1;
+                        m.removed.extend(m.memory.take().unwrap_or_default());
+                        m.epoch += 1;
+                        m.open_memory();
+                    });
+                }
+            }
             Encoder::Cleared => go(&|m| {
                 m.apply(Event::MemoryCleared);
                 m.open_memory();
+            }),
+            // Memory is full, and the tier has all of it.
+            Encoder::Select if self.limits.new_stores > 0 && self.is_uploaded() => go(&|m| {
+                m.limits.new_stores -= 1;
+                m.memory = Some(Vec::new());
+                m.epoch += 1;
+                m.note_memory();
             }),
             Encoder::Select => go(&|m| match m.arena.iter().position(|slot| *slot == Slot::Full) {
                 Some(at) if m.state.stopped.is_none() => {
@@ -340,12 +163,16 @@ impl Model {
                 m.encoder = Encoder::Asleep;
             }),
             Encoder::Taken { generation } => {
-                go(&|m| {
-                    if let Some(memory) = &mut m.memory {
+                go(&|m| match &mut m.memory {
+                    Some(memory) => {
                         memory.push(generation);
+                        m.encoder = Encoder::Committed { generation, epoch: m.epoch, sequence: memory.len() as u64 };
                     }
-                    m.arena_encoded = m.arena_encoded.max(generation);
-                    m.encoder = Encoder::Committed { generation };
+                    // Memory is damaged.
+                    None => {
+                        m.give_back(generation);
+                        m.open_memory();
+                    }
                 });
                 if self.limits.encoder_errors > 0 {
                     go(&|m| {
@@ -358,6 +185,7 @@ impl Model {
                 if self.limits.final_errors > 0 {
                     go(&|m| {
                         m.limits.final_errors -= 1;
+                        m.failed.insert(generation);
                         *m.slot(generation) = Slot::Released;
                         let generations = vec![RankGeneration { rank: 0, generation }];
                         m.apply(Event::Failed { generations, step: generation, message: "error".into() });
@@ -365,19 +193,26 @@ impl Model {
                     });
                 }
             }
-            Encoder::Committed { generation } if self.release == Release::BeforeReport => go(&|m| {
+            Encoder::Committed { generation, epoch, sequence } if self.release == Release::BeforeReport => go(&|m| {
+                m.arena_encoded = m.arena_encoded.max(generation);
                 *m.slot(generation) = Slot::Released;
-                m.encoder = Encoder::Released { generation };
+                m.encoder = Encoder::Released { generation, epoch, sequence };
             }),
-            Encoder::Committed { generation } | Encoder::Released { generation } => go(&|m| {
-                *m.slot(generation) = Slot::Released;
+            Encoder::Committed { generation, epoch, sequence } | Encoder::Released { generation, epoch, sequence } => go(&|m| {
                 let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
-                let (epoch, sequence) = (m.epoch, m.memory.as_ref().map_or(0, Vec::len) as u64);
                 m.apply(Event::Encoded(EncodedSave { step: generation, generations: vec![generation], epoch, sequence, encoding }));
+                m.arena_encoded = m.arena_encoded.max(generation);
+                *m.slot(generation) = Slot::Released;
                 m.note_memory();
                 m.encoder = Encoder::Select;
             }),
         }
+    }
+
+    /// Whether the encoder may remove everything from memory.
+    fn is_uploaded(&self) -> bool {
+        let uploaded = self.state.memory.upload_state(self.epoch).uploaded;
+        self.memory.as_ref().is_some_and(|memory| !memory.is_empty() && memory.len() as u64 <= uploaded)
     }
 
     fn give_back(&mut self, generation: u64) {
@@ -421,10 +256,13 @@ impl Model {
             }),
             Uploader::FindSource { orders, encoded } => go(&|m| {
                 let epoch = m.epoch;
+                for epoch in m.damaged.keys().copied().filter(|epoch| !m.state.memory.unusable.contains(epoch)).collect::<Vec<_>>() {
+                    m.apply(Event::MemoryUnusable { epoch, lost: None, why: "damage".into() });
+                }
                 m.uploader = match m.memory {
                     Some(_) => Uploader::Open { orders, encoded, epoch },
                     None => {
-                        m.apply(Event::NothingToUpload { tier: 0 });
+                        m.apply(Event::NothingToUpload { tier: 0, sources: BTreeSet::new() });
                         Uploader::Asleep
                     }
                 };
@@ -463,7 +301,8 @@ impl Model {
                 let times = UploadTimes { upload_ms: 0.0, ahead_bytes: 0, time_ms: 0 };
                 let (sequence, encoded) = (memory.len() as u64, BTreeMap::from([(0, encoded)]));
                 let step = memory.last().copied();
-                let upload = Upload { tier: 0, encoded, epoch, sequence, step, pending_before, copied, times };
+                let sources = BTreeSet::from([epoch]);
+                let upload = Upload { tier: 0, encoded, epoch, sources, sequence, step, pending_before, copied, times };
                 m.uploader = Uploader::Report { upload };
             }),
             Uploader::Report { .. } => {
@@ -493,26 +332,6 @@ impl Model {
         self.apply(Event::Fenced { orders, why: "another job".into() });
         self.uploader = if self.state.stopped.is_some() { Uploader::Asleep } else { Uploader::Begin };
     }
-
-    fn fingerprint(&self) -> u64 {
-        struct Hashed(DefaultHasher);
-        impl Write for Hashed {
-            fn write_str(&mut self, text: &str) -> std::fmt::Result {
-                text.hash(&mut self.0);
-                Ok(())
-            }
-        }
-        let mut hashed = Hashed(DefaultHasher::new());
-        // Everything except the log of saves, which only serves reports.
-        let state = &self.state;
-        write!(hashed, "{:?}{:?}{:?}", state.ranks, state.memory, state.tiers).unwrap();
-        write!(hashed, "{:?}{:?}{}{}", state.stopped, state.problem, state.session, state.is_restoring).unwrap();
-        write!(hashed, "{:?}{:?}{:?}{:?}", self.limits, self.trainer, self.encoder, self.uploader).unwrap();
-        write!(hashed, "{:?}{:?}{:?}{:?}{:?}", self.arena, self.memory, self.tier, self.writer, self.given_up).unwrap();
-        (self.encoder_is_woken, self.uploader_is_woken, self.has_copier, self.is_outdated).hash(&mut hashed.0);
-        (self.arena_encoded, self.epoch).hash(&mut hashed.0);
-        hashed.0.finish()
-    }
 }
 
 /// Visits all reachable states; returns their number.
@@ -530,8 +349,17 @@ fn explore(limits: Limits, release: Release) -> usize {
     known.len()
 }
 
-const TWO_SAVES: Limits =
-    Limits { saves: 2, trainer_deaths: 0, agent_deaths: 0, encoder_errors: 0, final_errors: 0, upload_errors: 0, other_jobs: 0 };
+const TWO_SAVES: Limits = Limits {
+    saves: 2,
+    trainer_deaths: 0,
+    agent_deaths: 0,
+    encoder_errors: 0,
+    final_errors: 0,
+    upload_errors: 0,
+    other_jobs: 0,
+    memory_losses: 0,
+    new_stores: 0,
+};
 const ONE_SAVE: Limits = Limits { saves: 1, ..TWO_SAVES };
 
 #[test]
@@ -541,6 +369,9 @@ fn no_interleaving_loses_a_save_or_leaves_work_undone() {
         Limits { final_errors: 1, ..TWO_SAVES },
         Limits { upload_errors: 1, ..TWO_SAVES },
         Limits { trainer_deaths: 1, agent_deaths: 1, ..ONE_SAVE },
+        Limits { agent_deaths: 1, memory_losses: 1, ..TWO_SAVES },
+        Limits { agent_deaths: 1, new_stores: 1, ..TWO_SAVES },
+        Limits { memory_losses: 1, new_stores: 1, ..TWO_SAVES },
         Limits { trainer_deaths: 1, upload_errors: 1, ..ONE_SAVE },
         Limits { trainer_deaths: 1, other_jobs: 1, ..ONE_SAVE },
     ] {

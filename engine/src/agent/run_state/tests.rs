@@ -1,6 +1,6 @@
 //! Single sequences of events.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tensorcask::wire::Id;
 
@@ -96,6 +96,7 @@ fn the_last_commit_is_known_if_an_earlier_upload_took_the_snapshot_along() {
             tier: 0,
             encoded: BTreeMap::from([(0, generation)]),
             epoch: 0,
+            sources: BTreeSet::from([0]),
             sequence: generation,
             step: Some(10 * generation),
             pending_before: 2,
@@ -126,6 +127,16 @@ fn a_rank_of_many_hosts_that_attaches_again_has_not_ended() {
     assert!(super::owes_end(&state));
     state.apply(Event::Attached(again));
     assert!(!super::owes_end(&state));
+}
+
+#[test]
+fn saves_in_memory_that_is_cleared_fail() {
+    let mut state = RunState::new(1, Encode::Agent);
+    attach(&mut state, 0, AttachMode::TakeOver);
+    state.apply(encoded(1, 0));
+    state.apply(Event::MemoryCleared);
+    let progress = state.progress(0, 0);
+    assert!(progress.has_failed(1) && state.tiers[0].pending == 0, "{progress:?}");
 }
 
 #[test]
