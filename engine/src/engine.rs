@@ -152,16 +152,16 @@ impl Engine {
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
         // finished, the store has the states.
         self.arena.close_if_removed();
+        let failed = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         if is_inline {
             let (tiers, cap) = (self.session.spec.stores()?, self.session.spec.cap(folder)?);
             let open = InlineEncoder::open(&self.run, &tiers, &self.session.spec, cap, self.options.back_pressure);
             let mut encoder = self.runtime.block_on(open)?;
-            let newest = self.arena.newest_complete()?.max(progress.encoded).max(progress.durable);
+            let newest = self.arena.newest_complete()?.max(progress.encoded).max(progress.durable).max(failed);
             self.runtime.block_on(encoder.begin_after(newest))?;
             self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
         }
-        let failed = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         self.arena.raise_generation(progress.encoded.max(progress.durable).max(failed));
         let newest = self.arena.newest_complete()?.max(progress.encoded);
         if !self.session.is_stale() {

@@ -141,7 +141,9 @@ impl InlineEncoder {
     }
 
     fn upload_state(&self, progress: &Progress) -> UploadState {
+        let first = InlineGeneration { epoch: self.tier.epoch(), sequence: 0 }.to_generation();
         UploadState {
+            has_older: progress.durable >= first,
             uploaded: InlineGeneration::sequence_in(progress.durable, self.tier.epoch()),
             unusable: progress.unusable_epoch.into_iter().collect(),
         }

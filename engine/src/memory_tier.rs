@@ -24,9 +24,10 @@ use crate::row_trust::{LeftOut, without_rows};
 /// Part of memory that the next tier has, or can never get.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct UploadState {
-    /// Log entry of the current store up to which the next tier has everything. If it is above 0, the next tier also
-    /// has all older stores.
+    /// Log entry of the current store up to which the next tier has everything.
     pub uploaded: u64,
+    /// Whether the next tier has everything of the older stores.
+    pub has_older: bool,
     /// Epochs whose snapshots can never be stored in the first tier.
     pub unusable: BTreeSet<u64>,
 }
@@ -248,7 +249,7 @@ impl MemoryTier {
     fn remove_older(&self, uploads: &UploadState) -> Result<()> {
         let older = self.folder.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch);
         older
-            .filter(|epoch| uploads.uploaded > 0 || uploads.unusable.contains(epoch))
+            .filter(|epoch| uploads.has_older || uploads.unusable.contains(epoch))
             .try_for_each(|epoch| remove_folder(&self.folder.memory(epoch)))
     }
 
@@ -428,7 +429,7 @@ mod tests {
             assert_eq!(folder.epochs().unwrap(), [0, 1], "step 1 may not be in the store");
             let uploaded = match is_damaged {
                 true => UploadState { unusable: BTreeSet::from([0]), ..UploadState::default() },
-                false => UploadState { uploaded: sequence, ..UploadState::default() },
+                false => UploadState { uploaded: sequence, has_older: true, ..UploadState::default() },
             };
             assert!(tier.make_room(1, u64::MAX, &uploaded, Uploads::Working).await.unwrap());
             assert_eq!(folder.epochs().unwrap(), [1]);

@@ -403,11 +403,8 @@ fn a_job_continues_from_a_store_that_was_unavailable_at_its_start() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// The agent before has counted far more saves than there are entries in memory's log, by which a trainer that encodes by itself
-/// numbers its saves.
-#[test]
-fn a_save_of_a_trainer_that_encodes_is_not_durable_because_of_an_older_one() {
-    let host = Host::new();
+/// Saves 60 steps with an agent that encodes few of them, until they are durable.
+fn drop_most_of_60_steps(host: &Host) {
     let back_pressure = BackPressure::DropOldestUncommitted;
     let mut engine = Engine::start(EngineOptions { back_pressure, ..host.options() }).unwrap();
     save(&mut engine, 1);
@@ -416,7 +413,28 @@ fn a_save_of_a_trainer_that_encodes_is_not_durable_because_of_an_older_one() {
     (2..=60).for_each(|step| _ = save(&mut engine, step));
     host.signal_agent(Signal::CONT);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    drop(engine);
+}
+
+/// What the agent has encoded fills memory. It goes away once an upload has seen the new store.
+#[test]
+fn a_trainer_that_encodes_begins_although_memory_is_full() {
+    let host = Host::new();
+    drop_most_of_60_steps(&host);
+    let memory_cap = Some(host.status().runs[0].memory_bytes);
+    let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, memory_cap, ..host.options() }).unwrap();
+    for step in 61..=62 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    check_stored(&host.store(), 62, SMALL);
+}
+
+/// The agent before has counted far more saves than there are entries in memory's log, by which a trainer that encodes by itself
+/// numbers its saves.
+#[test]
+fn a_save_of_a_trainer_that_encodes_is_not_durable_because_of_an_older_one() {
+    let host = Host::new();
+    drop_most_of_60_steps(&host);
     let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, ..host.options() }).unwrap();
     let away = Away::take(&host.store_path());
     save(&mut engine, 61);

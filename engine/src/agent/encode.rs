@@ -111,7 +111,13 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
         let is_working = state.stopped.is_none() && state.tiers.first().is_some_and(|tier| tier.problem.is_none());
         (state.memory.upload_state(memory.epoch()), if is_working { Uploads::Working } else { Uploads::Failing })
     });
-    memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await
+    let (epoch, has_room) = (memory.epoch(), memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await?);
+    if memory.epoch() != epoch {
+        // The older store stays until an upload has seen both.
+        note_memory(run, memory).await?;
+        run.wakes.wake_uploaders();
+    }
+    Ok(has_room)
 }
 
 /// Names an obstacle that keeps waiting states from being encoded and that a retry does not remove: missing ranks, or

@@ -71,7 +71,9 @@ impl MemoryState {
     /// Parts of memory that may be removed while this epoch is in use.
     pub(super) fn upload_state(&self, epoch: u64) -> UploadState {
         let uploaded = if self.epoch == epoch { self.uploaded } else { 0 };
-        UploadState { uploaded, unusable: self.unusable.clone() }
+        // Its sources are complete, except the newest.
+        let has_older = self.last_upload.as_ref().is_some_and(|upload| upload.sources.last() == Some(&epoch));
+        UploadState { uploaded, has_older, unusable: self.unusable.clone() }
     }
 
     /// Times of the upload that brought a snapshot to the first tier; `None` if the tier may lack it.

@@ -103,7 +103,9 @@ impl RunState {
             Event::SavedSnapshot { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
             Event::TrainerWaits => {
                 self.is_restoring = false;
-                vec![Action::WakeEncoder]
+                // A trainer that encodes may wait until the first tier has older stores in memory.
+                let uploads = if self.encode == Encode::Inline { self.wake_uploaders() } else { Vec::new() };
+                [vec![Action::WakeEncoder], uploads].concat()
             }
             Event::SavesEnded { rank } => {
                 let state = self.ranks.entry(rank).or_default();
