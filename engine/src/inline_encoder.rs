@@ -48,10 +48,15 @@ impl InlineEncoder {
 
     /// Continues with generations above one that an agent may have given to a state: begins a new epoch if necessary.
     pub(crate) async fn begin_after(&mut self, generation: u64) -> Result<()> {
-        while self.last_generation().await?.max(InlineGeneration { epoch: self.tier.epoch(), sequence: 0 }.to_generation()) < generation {
+        while self.last_generation().await?.max(self.first_generation()) < generation {
             self.tier.begin_epoch().await?;
         }
         Ok(())
+    }
+
+    /// The number before the first generation of this epoch. All generations of older epochs are lower.
+    fn first_generation(&self) -> u64 {
+        InlineGeneration { epoch: self.tier.epoch(), sequence: 0 }.to_generation()
     }
 
     /// Notes the changed rows of a save that begins.
@@ -141,9 +146,8 @@ impl InlineEncoder {
     }
 
     fn upload_state(&self, progress: &Progress) -> UploadState {
-        let first = InlineGeneration { epoch: self.tier.epoch(), sequence: 0 }.to_generation();
         UploadState {
-            has_older: progress.durable >= first,
+            has_older: progress.durable >= self.first_generation(),
             uploaded: InlineGeneration::sequence_in(progress.durable, self.tier.epoch()),
             unusable: progress.unusable_epoch.into_iter().collect(),
         }

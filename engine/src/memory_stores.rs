@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use tensorcask::maintain::is_interrupted_write;
 use tensorcask::wire::Id;
 use tensorcask::{Error, Result, SnapshotRecord, Store, StoreOptions};
 
@@ -67,13 +68,12 @@ pub(crate) fn encoded_bytes(folder: &RunFolder) -> Result<u64> {
     Ok(mirror_bytes(folder)?.saturating_add(replicas))
 }
 
-/// Removes the files `name#number` that writes of an earlier agent left in the mirror and in the copies of other hosts, when
-/// the agent was killed. Nobody may write there meanwhile.
+/// Removes the files of writes that ended with an earlier agent, from the mirror and the copies of other hosts. Nobody may write
+/// there meanwhile.
 pub(crate) fn remove_interrupted_writes(folder: &RunFolder) -> Result<()> {
     let replicas = folder.replicas()?.into_iter().map(|host| folder.replica(host));
     for (path, _) in replicas.chain([folder.mirror()]).map(files_of).collect::<Result<Vec<_>>>()?.into_iter().flatten() {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if name.rsplit_once('#').is_some_and(|(_, number)| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())) {
+        if path.file_name().and_then(|name| name.to_str()).is_some_and(is_interrupted_write) {
             remove_file(&path)?;
         }
     }

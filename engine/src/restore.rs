@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, Snapshot, StepSelector, Store};
+use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
@@ -222,7 +222,7 @@ async fn read_store(
             }
         }
         let (snapshot, error) = match opened {
-            Ok(snapshot) => match read_agreed(&snapshot, source.clone(), request).await {
+            Ok(snapshot) => match read_snapshot(&snapshot, source.clone(), request).await {
                 Ok(found) => return Ok(Some(found)),
                 Err(error) => (Some(snapshot), error),
             },
@@ -238,12 +238,6 @@ async fn read_store(
         }
         excluded.push(id);
     }
-}
-
-/// Reads a snapshot, unless the ranks have agreed on another one of this step.
-async fn read_agreed(snapshot: &Snapshot, source: Source, request: &mut RestoreRequest<'_>) -> Result<Restored<'static>> {
-    request.check_agreed(snapshot.record())?;
-    read_snapshot(snapshot, source, request).await
 }
 
 /// Reads a damaged snapshot from the nearest tier that has another copy of it.

@@ -45,6 +45,7 @@ pub(crate) fn read_slot<'a>(arena: &'a Arena, slot: usize, request: &mut Restore
 
 /// Reads the wanted tensors of a snapshot, and all its blobs.
 pub(crate) async fn read_snapshot<'a>(snapshot: &Snapshot, source: Source, request: &mut RestoreRequest<'_>) -> Result<Restored<'a>> {
+    request.check_agreed(snapshot.record())?;
     let selected = request.wanted.select_from_snapshot(snapshot.tensors())?;
     let mut known: HashMap<(usize, Rect), usize> = HashMap::new();
     let tensors = selected.into_iter().enumerate().map(|(number, selected)| {

@@ -110,3 +110,45 @@ fn path_of(round: &str, rank: u32) -> Result<String> {
     }
     Ok(format!("offers/{round}/{rank}.json"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer(snapshots: &[(u64, Id)]) -> RankOffer {
+        RankOffer { steps: vec![30, 20], snapshots: snapshots.iter().copied().collect(), attempt: Some(1) }
+    }
+
+    #[test]
+    fn offers_are_those_of_the_spec() {
+        #[derive(Deserialize)]
+        struct Vectors {
+            offer: Vec<Vector>,
+        }
+        #[derive(Deserialize)]
+        struct Vector {
+            offer: RankOffer,
+            text: String,
+        }
+        let vectors: Vectors = toml::from_str(include_str!("../../spec/vectors/manifest.toml")).unwrap();
+        for Vector { offer, text } in vectors.offer {
+            assert_eq!(serde_json::to_string(&offer).unwrap(), text);
+            assert_eq!(serde_json::from_str::<RankOffer>(&text).unwrap(), offer);
+        }
+    }
+
+    /// A rank that repeats its offer may have encoded a raw state in between.
+    #[tokio::test]
+    async fn an_offer_may_be_repeated_with_more_snapshots() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().to_str().unwrap()).unwrap();
+        let (exchange, first) = (RankExchange::new(&store), offer(&[(20, Id([2; 16]))]));
+        exchange.put_offer("round", 0, &first).await.unwrap();
+        exchange.put_offer("round", 0, &offer(&[(30, Id([3; 16])), (20, Id([2; 16]))])).await.unwrap();
+        assert_eq!(exchange.offers("round", 2).await.unwrap(), [Some(first), None]);
+        let other = [offer(&[(20, Id([4; 16]))]), RankOffer { steps: vec![30], ..offer(&[]) }, RankOffer { attempt: None, ..offer(&[]) }];
+        for offer in &other {
+            assert_eq!(exchange.put_offer("round", 0, offer).await.unwrap_err().kind(), ErrorKind::Conflict);
+        }
+    }
+}

@@ -74,7 +74,17 @@ pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorRepo
     Ok(report)
 }
 
-/// Files `name#number` of interrupted uploads.
+/// Whether a file in a store on a local disk is one of a write under way, or of one that was interrupted: `name#number`.
+///
+/// ```
+/// assert!(tensorcask::maintain::is_interrupted_write("cask#1"));
+/// assert!(!tensorcask::maintain::is_interrupted_write("cask"));
+/// ```
+pub fn is_interrupted_write(name: &str) -> bool {
+    name.rsplit_once('#').is_some_and(|(_, number)| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// Files of interrupted writes.
 fn staging(store: &Store, options: &DoctorOptions) -> Result<Vec<Deletable>> {
     let Medium::Local(root) = store.objects().medium() else { return Ok(vec![]) };
     let mut found = Vec::new();
@@ -89,10 +99,10 @@ fn staging(store: &Store, options: &DoctorOptions) -> Result<Vec<Deletable>> {
         for entry in entries {
             let entry = entry.map_err(fail)?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let number = name.rsplit_once('#').map(|(_, number)| number);
-            let is_staging = number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()));
             // A file that is gone by now belonged to a live writer.
-            let Some(metadata) = entry.metadata().ok().filter(|metadata| is_staging && metadata.is_file()) else { continue };
+            let Some(metadata) = entry.metadata().ok().filter(|metadata| is_interrupted_write(&name) && metadata.is_file()) else {
+                continue;
+            };
             let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
             if age.is_none_or(|age| age < options.age_floor) {
                 continue;

@@ -61,7 +61,7 @@ pub use compact::{CompactOptions, Compacted, compact};
 pub use consolidate::consolidate;
 pub use copier::Copier;
 pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
-pub use doctor::{DoctorOptions, DoctorReport, doctor};
+pub use doctor::{DoctorOptions, DoctorReport, doctor, is_interrupted_write};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use held::held_steps;
 pub use interval::{daly_interval, lost_share, young_interval};

@@ -415,7 +415,7 @@ fn drop_most_of_60_steps(host: &Host) {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
 }
 
-/// What the agent has encoded fills memory. It goes away once an upload has seen the new store.
+/// Encoded snapshots of the agent fill memory. The agent removes them once the store has them all, so that the trainer has room.
 #[test]
 fn a_trainer_that_encodes_begins_although_memory_is_full() {
     let host = Host::new();
@@ -438,6 +438,7 @@ fn a_save_of_a_trainer_that_encodes_is_not_durable_because_of_an_older_one() {
     let mut engine = Engine::start(EngineOptions { encode: Encode::Inline, ..host.options() }).unwrap();
     let away = Away::take(&host.store_path());
     save(&mut engine, 61);
+    // A slow agent can only hide a fault here.
     let waited = engine.wait(Until::Durable, Duration::from_millis(300)).unwrap();
     assert!(!waited.reached, "the store is away: {waited:?}");
     away.back();

@@ -113,8 +113,7 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
     });
     let (epoch, has_room) = (memory.epoch(), memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await?);
     if memory.epoch() != epoch {
-        // The older store stays until an upload has seen both.
-        note_memory(run, memory).await?;
+        // The older store stays until an upload has read both.
         run.wakes.wake_uploaders();
     }
     Ok(has_room)

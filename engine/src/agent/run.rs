@@ -48,7 +48,7 @@ struct Shared {
     arenas: RankArenas,
     judgements: Judgements,
     /// Whether the notes about the saves for later agents are out of date.
-    has_news: bool,
+    has_stale_notes: bool,
     /// Part of the last snapshot that was sent to the first tier while it was being encoded.
     ahead: Option<AheadUploads>,
 }
@@ -74,7 +74,7 @@ impl Run {
                 state,
                 arenas: RankArenas::default(),
                 judgements: Judgements::default(),
-                has_news: !lost.is_empty(),
+                has_stale_notes: !lost.is_empty(),
                 ahead: None,
             }),
             wakes: Wakes::new(tiers.len()),
@@ -119,10 +119,15 @@ impl Run {
         }
         let actions = shared.state.apply(event);
         // Once for all changes of the event.
-        shared.has_news |= actions.iter().any(|action| matches!(action, Action::LogFailure { .. } | Action::NoteSaves));
-        if shared.has_news {
+        shared.has_stale_notes |= actions.iter().any(|action| match action {
+            Action::LogFailure { .. } => true,
+            // On many hosts, the notes hold failures only.
+            Action::NoteSaves => self.spec.hosts.is_none(),
+            _ => false,
+        });
+        if shared.has_stale_notes {
             match note_saves(&self.folder, &shared.state) {
-                Ok(()) => shared.has_news = false,
+                Ok(()) => shared.has_stale_notes = false,
                 // A full file system must not stop the work. The next event tries again.
                 Err(error) => {
                     tracing::warn!(run = self.spec.run, %error, "a later agent will not know which saves have failed or wait for the store");

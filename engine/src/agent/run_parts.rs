@@ -59,8 +59,6 @@ pub(super) struct MemoryState {
     pub chain_depth: u64,
     /// Snapshots that the first tier may lack, in commit order.
     pub committed: VecDeque<CommittedSnapshot>,
-    /// Log entry up to which the first tier has everything.
-    pub uploaded: u64,
     /// The last upload to the first tier.
     pub last_upload: Option<MemoryUpload>,
     /// Epochs whose snapshots can never be stored in the first tier.
@@ -70,9 +68,9 @@ pub(super) struct MemoryState {
 impl MemoryState {
     /// Parts of memory that may be removed while this epoch is in use.
     pub(super) fn upload_state(&self, epoch: u64) -> UploadState {
-        let uploaded = if self.epoch == epoch { self.uploaded } else { 0 };
-        // Its sources are complete, except the newest.
-        let has_older = self.last_upload.as_ref().is_some_and(|upload| upload.sources.last() == Some(&epoch));
+        // Only an upload that has read this store has copied all of the older ones.
+        let upload = self.last_upload.as_ref().filter(|upload| upload.sources.last() == Some(&epoch));
+        let (uploaded, has_older) = (upload.map_or(0, |upload| upload.sequence), upload.is_some());
         UploadState { uploaded, has_older, unusable: self.unusable.clone() }
     }
 
@@ -105,7 +103,7 @@ impl MemoryState {
 /// An upload from memory to the first tier.
 #[derive(Debug, Clone)]
 pub(super) struct MemoryUpload {
-    /// Epochs of its sources. All of the older ones was copied.
+    /// Epochs of its sources. It has copied everything from all but the newest.
     pub sources: BTreeSet<u64>,
     /// Last log entry of the newest source that was copied.
     pub sequence: u64,

@@ -148,9 +148,7 @@ impl RunState {
                 [fail_missing(self, lost), vec![Action::DropAhead, Action::NoteSaves], self.wake_uploaders()].concat()
             }
             Event::MemoryChanged(contents) => {
-                if self.memory.epoch != contents.epoch {
-                    (self.memory.epoch, self.memory.uploaded) = (contents.epoch, 0);
-                }
+                self.memory.epoch = contents.epoch;
                 (self.memory.steps, self.memory.bytes, self.memory.chain_depth) = (contents.steps, contents.bytes, contents.chain_depth);
                 Vec::new()
             }
@@ -410,9 +408,6 @@ impl RunState {
     /// The first tier has everything that memory had before the upload.
     fn on_durable(&mut self, upload: &Upload) -> Vec<Action> {
         let mut actions = fail_removed(self, &upload.sources);
-        if upload.epoch == self.memory.epoch {
-            self.memory.uploaded = upload.sequence;
-        }
         let (sources, sequence, times) = (upload.sources.clone(), upload.sequence, upload.times);
         self.memory.last_upload = Some(MemoryUpload { sources, sequence, times });
         for (rank, encoded) in &upload.encoded {
@@ -535,9 +530,7 @@ fn unknown_saves(run: &RunState, epoch: u64, sequence: u64) -> Vec<RankGeneratio
 /// Fails the saves whose store in memory was removed before the first tier had it. `sources`: the stores in memory.
 fn fail_removed(run: &mut RunState, sources: &BTreeSet<u64>) -> Vec<Action> {
     let removed = run.memory.take_removed(sources);
-    if !removed.is_empty() {
-        count_pending(run);
-    }
+    count_pending(run);
     fail_missing(run, removed)
 }
 

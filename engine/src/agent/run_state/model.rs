@@ -149,7 +149,7 @@ pub(super) struct Model {
     pub notes: Notes,
 }
 
-/// What the agent has noted for later agents.
+/// The notes about saves that an agent leaves to the next one, as in `saves.json`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Notes {
     pub encoded: BTreeMap<u32, u64>,
