@@ -340,11 +340,12 @@ pub(crate) async fn load_from(mirror: &Store, store: &Store) -> Result<Log> {
     Ok(Log { store: store.clone(), catalog: None, skipped: Vec::new(), ..Log::load(mirror).await? })
 }
 
-/// Takes over what a mirror of the store has of the log, if that is more. The next reading compares it with the store.
-pub(crate) async fn catch_up_from(log: &mut Log, mirror: &Store) -> Result<()> {
-    let mirrored = Log::load(mirror).await?;
-    if mirrored.store_file.run == log.store_file.run && mirrored.state.sequence > log.state.sequence {
-        log.state = mirrored.state;
+/// Replaces a log by what a mirror of the store has of it, even if that is less. Does nothing if the mirror belongs to another
+/// run.
+pub(crate) async fn replace_from(log: &mut Log, mirror: &Store) -> Result<()> {
+    let mirrored = load_from(mirror, &log.store).await?;
+    if mirrored.store_file.run == log.store_file.run {
+        *log = mirrored;
     }
     Ok(())
 }

@@ -28,7 +28,7 @@ use finite_marks::LastGood;
 pub use history::History;
 pub use known_log::{ContinuedSession, KnownLog};
 pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
-pub(crate) use log::{Appended, Log, catch_up_from, load_from, refuse_features};
+pub(crate) use log::{Appended, Log, load_from, refuse_features, replace_from};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub use rank_set::RankSet;
 pub use receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};

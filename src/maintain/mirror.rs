@@ -24,7 +24,8 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// A part of a store in memory, for some ranks of a session of many hosts.
 ///
-/// One task follows the log with one mirror; another may save, upload and prune with another mirror of the same place.
+/// One task follows the log with one mirror; another may save, describe parents, upload and prune with another mirror of the same
+/// place.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
@@ -90,7 +91,7 @@ impl Mirror {
             (Some(start), _) => self.copy_catalog(start.last).await?,
             (None, last) => last.unwrap_or(0),
         };
-        self.copy_entries(last, state).await?;
+        self.copy_entries(last, state.sequence).await?;
         if let Some(start) = start {
             if let Some(file) = start.unwritten {
                 self.memory.objects().put_whole(STORE_FILE, Bytes::from(file.encode()?).into()).await?;
@@ -101,16 +102,21 @@ impl Mirror {
         Ok(())
     }
 
-    /// Copies manifests and directories of snapshots of which the mirror lacks the manifest.
+    /// Copies what the mirror lacks of a snapshot: manifests and directories of its chain (`links`, newest first), and the log up to
+    /// the entry that adds it. Call it before a save against this snapshot: the store may stop answering, and other hosts copy a
+    /// step only from a mirror that describes its parent. Leaves a log alone that [`follow`](Self::follow) has not begun.
     #[boxed]
-    pub async fn copy_links(&self, links: &[SnapshotRecord]) -> Result<()> {
+    pub async fn describe(&self, links: &[SnapshotRecord]) -> Result<()> {
         for place in links.iter().map(SnapshotRecord::manifest_place) {
             // An inline manifest is in the log entry.
             if place.inline_in.is_none() && self.memory.objects().head_if_present(&place.path).await?.is_none() {
                 self.copy_link(&place).await?;
             }
         }
-        Ok(())
+        match links.first() {
+            Some(newest) => self.copy_log_up_to(newest.sequence).await,
+            None => Ok(()),
+        }
     }
 
     /// Copies log entries that a mirror lacks from another mirror, with manifests and directories as in

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use bytes::Bytes;
 
 use super::mirror::{Mirror, clear, sequence_of_entry};
-use crate::commit::{Catalog, LogState, SessionLog, read_store_file};
+use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, SessionLog, read_store_file};
 use crate::error::ResultExt;
 use crate::store::concurrently;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
@@ -98,38 +98,38 @@ impl Mirror {
         Ok(sequence.saturating_sub(1))
     }
 
-    /// Copies the entries after `last`, in order: an interrupted copy leaves no gap.
+    /// Copies the last entries up to this one, if the mirror has the entries before them.
+    pub(super) async fn copy_log_up_to(&self, sequence: u64) -> Result<()> {
+        let last = last_entry(&self.memory).await?;
+        if last == 0 || last >= sequence || sequence - last > CATALOG_INTERVAL {
+            return Ok(());
+        }
+        let ours = match read_store_file(&self.memory).await {
+            Ok(file) => file.run,
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => return Ok(()),
+            Err(e) => return Err(e),
+        };
+        match read_store_file(&self.store).await?.run == ours {
+            true => self.copy_entries(last, sequence).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Copies the entries after `last` up to `end`, in order: an interrupted copy leaves no gap.
     #[boxed]
-    pub(super) async fn copy_entries(&self, last: u64, state: &LogState) -> Result<()> {
+    pub(super) async fn copy_entries(&self, last: u64, end: u64) -> Result<()> {
         let (from, max_bytes) = (self.store.objects(), self.store.limits().max_entry_bytes);
         let read = |sequence: u64| async move { from.get(&LogEntry::path_of(sequence), max_bytes).await };
         let mut next = last.saturating_add(1);
-        while next <= state.sequence {
-            let batch = next..=state.sequence.min(next.saturating_add(CONCURRENT_REQUESTS as u64));
+        while next <= end {
+            let batch = next..=end.min(next.saturating_add(CONCURRENT_REQUESTS as u64));
             let entries = concurrently(CONCURRENT_REQUESTS, batch.clone().map(read)).await?;
             for (sequence, bytes) in batch.zip(entries) {
-                self.put_entry(sequence, bytes).await?;
+                put_entry(&self.memory, sequence, bytes).await?;
                 next = sequence.saturating_add(1);
             }
         }
         Ok(())
-    }
-
-    /// Creates an entry. An entry that exists and is damaged is replaced.
-    async fn put_entry(&self, sequence: u64, bytes: Bytes) -> Result<()> {
-        let (path, limits) = (LogEntry::path_of(sequence), self.memory.limits());
-        let error = match self.memory.objects().create_unique(&path, bytes.clone()).await {
-            Err(e) if e.kind().is_damaged_object() => e,
-            created => return created,
-        };
-        LogEntry::decode(&bytes, sequence, limits).in_object(path.as_str())?;
-        match self.memory.objects().get_if_present(&path, limits.max_entry_bytes).await {
-            Ok(Some(found)) if LogEntry::decode(&found, sequence, limits).is_ok() => return Err(error),
-            Err(e) if e.kind() != ErrorKind::LimitExceeded => return Err(e),
-            _ => {}
-        }
-        tracing::warn!(object = path, "a log entry is damaged in memory; copying it again");
-        self.memory.objects().put_whole(&path, bytes.into()).await
     }
 
     /// Copies the log again if a reader of the mirror would not come to the last entry.
@@ -142,12 +142,30 @@ impl Mirror {
             Err(error) => return Err(error),
         }
         let last = self.copy_catalog(0).await?;
-        self.copy_entries(last, state).await
+        self.copy_entries(last, state.sequence).await
     }
 }
 
 /// Last log entry of a mirror; 0 if there is none.
 async fn last_entry(memory: &Store) -> Result<u64> {
     let names = memory.objects().names_after("log", "").await?;
-    Ok(names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0))
+    // An entry that is being written has a temporary name.
+    Ok(names.iter().rev().find_map(|name| sequence_of_entry(name)).unwrap_or(0))
+}
+
+/// Creates an entry. An entry that exists and is damaged is replaced.
+async fn put_entry(memory: &Store, sequence: u64, bytes: Bytes) -> Result<()> {
+    let (path, limits) = (LogEntry::path_of(sequence), memory.limits());
+    let error = match memory.objects().create_unique(&path, bytes.clone()).await {
+        Err(e) if e.kind().is_damaged_object() => e,
+        created => return created,
+    };
+    LogEntry::decode(&bytes, sequence, limits).in_object(path.as_str())?;
+    match memory.objects().get_if_present(&path, limits.max_entry_bytes).await {
+        Ok(Some(found)) if LogEntry::decode(&found, sequence, limits).is_ok() => return Err(error),
+        Err(e) if e.kind() != ErrorKind::LimitExceeded => return Err(e),
+        _ => {}
+    }
+    tracing::warn!(object = path, "a log entry is damaged in memory; copying it again");
+    memory.objects().put_whole(&path, bytes.into()).await
 }

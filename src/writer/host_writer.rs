@@ -9,7 +9,7 @@ use super::WriterOptions;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent, parts_are_refused};
 use crate::chain::chain_of;
 use crate::commit::{
-    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest, refuse_features,
+    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, load_from, read_manifest, refuse_features, replace_from,
 };
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
@@ -217,11 +217,11 @@ impl HostWriter {
         }
     }
 
-    /// Takes the log from the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks its
-    /// parent.
+    /// Takes the log from the mirror, and forgets what it has read beyond that: other hosts copy a step only from a mirror that
+    /// names the parent. The next save sends no request to the store; it writes whole chunks if the mirror lacks its parent.
     pub async fn cut_off(&mut self) -> Result<()> {
         self.is_cut_off = true;
-        catch_up_from(&mut self.log, &self.memory).await
+        replace_from(&mut self.log, &self.memory).await
     }
 
     fn has_mirror(&self) -> bool {

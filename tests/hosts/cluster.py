@@ -78,7 +78,11 @@ class Cluster:
         return len(self.nodes) * self.local
 
     def _node(self, number):
-        return Node(number, self.module, self.scratch / f"host-{number}.log")
+        return Node(number, self.module, self._log(number))
+
+    def _log(self, number):
+        """What the ranks of a host have said."""
+        return self.scratch / f"host-{number}.log"
 
     def replace(self, number):
         """A fresh host in place of one that was lost."""
@@ -153,11 +157,13 @@ class Cluster:
         wait_until(lambda: min(self.told("saved") or [0]) >= step, f"all ranks save step {step}", self.check)
 
     def check(self):
-        """Raises if a rank has failed."""
+        """Raises if a rank has failed, with the end of the log of its host."""
         for node in self.nodes:
             failed = {rank: status for rank, status in node.exits(self.job).items() if status != 0}
             if failed:
-                raise AssertionError(f"host {node.number}: ranks have ended: {failed}; see its log in {self.scratch}")
+                log = self._log(node.number)
+                end = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+                raise AssertionError(f"host {node.number}: ranks have ended: {failed}; the end of {log}:\n{end}")
 
     def lose(self, number):
         self.nodes[number].lose()

@@ -159,18 +159,42 @@ async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_witho
 
 /// The mirror does not know the last commit, but has the casks of this host. The store stops answering.
 #[tokio::test]
-async fn a_mirror_with_the_manifests_of_a_parent_makes_a_delta_without_the_casks_of_the_store() {
+async fn a_mirror_that_describes_a_parent_makes_a_delta_without_the_store() {
     let mut hosts = Hosts::begin().await;
     hosts.save_durably(1).await;
     let (writer, mirror) = &mut hosts.hosts[0];
     let parent = writer.fix_parent(at(0, 2)).await.unwrap().unwrap();
     assert!(!writer.has_parent(parent).await.unwrap());
-    let links = writer.chain_of_parent(parent).await.unwrap();
-    mirror.copy_links(&links).await.unwrap();
+    mirror.describe(&writer.chain_of_parent(parent).await.unwrap()).await.unwrap();
     assert!(writer.has_parent(parent).await.unwrap());
+    let described = SessionLog::open(mirror.memory()).await.unwrap();
+    assert_eq!(described.records().last().map(|record| record.id), Some(parent), "other hosts read it here");
     std::fs::rename(hosts.path("store"), hosts.path("away")).unwrap();
     let receipts = save_on(&mut hosts.hosts[0].0, 0, 2, Some(parent), |rank| (row(2, rank), false)).await;
     assert!(receipts.iter().all(|receipt| receipt.parent.as_ref().is_some_and(|found| found.snapshot == parent)), "{receipts:?}");
+}
+
+/// The store stops answering after the encoder has read the last commit there, and before the mirror names it. Other hosts could
+/// not copy a step with this parent.
+#[tokio::test]
+async fn a_host_that_is_cut_off_chooses_a_parent_that_its_mirror_names() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save_durably(1).await;
+    hosts.save_durably(2).await;
+    let (writer, mirror) = &mut hosts.hosts[0];
+    let unnamed = writer.fix_parent(at(0, 3)).await.unwrap().unwrap();
+    let named = SessionLog::open(mirror.memory()).await.unwrap().records().last().unwrap().id;
+    assert_ne!(unnamed, named);
+    // The copy of the description is interrupted before its last part, the log.
+    mirror.describe(&writer.chain_of_parent(unnamed).await.unwrap()).await.unwrap();
+    let entries = std::fs::read_dir(hosts.path("mirror-0/log")).unwrap();
+    std::fs::remove_file(entries.map(|entry| entry.unwrap().path()).max().unwrap()).unwrap();
+    std::fs::rename(hosts.path("store"), hosts.path("away")).unwrap();
+    let writer = &mut hosts.hosts[0].0;
+    assert_eq!(writer.mirrored_parent(at(0, 4)).await.unwrap(), Some(named));
+    assert!(!writer.has_parent(unnamed).await.unwrap());
+    let receipts = save_on(writer, 0, 4, Some(named), |rank| (row(4, rank), false)).await;
+    assert!(receipts.iter().all(|receipt| receipt.parent.as_ref().is_some_and(|found| found.snapshot == named)), "{receipts:?}");
 }
 
 #[tokio::test]

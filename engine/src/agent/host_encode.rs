@@ -389,10 +389,10 @@ async fn open_writer(work: &HostWork, store: &Store, memory: &Store, log: Log) -
     Ok(writer)
 }
 
-/// Copies the manifests of a parent's chain that the mirror lacks, because the committer has not copied them yet. A delta then
-/// needs no cask of the store, which may stop answering. Returns `false` if the store does not answer.
+/// Copies what the mirror lacks of a parent, because the committer has not copied it yet. A delta then needs no cask of the store,
+/// which may stop answering. Returns `false` if the store does not answer.
 async fn mirror_parent(run: &Run, store: &Store, memory: &Store, writer: &mut HostWriter, parent: Id, limit: Duration) -> Result<bool> {
-    let copy = async { Mirror::new(store, memory).copy_links(&writer.chain_of_parent(parent).await?).await };
+    let copy = async { Mirror::new(store, memory).describe(&writer.chain_of_parent(parent).await?).await };
     match answer(run, copy, limit).await {
         // The save says what is damaged, and writes whole chunks.
         Err(error) if error.is_damage() => Ok(true),
