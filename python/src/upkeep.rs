@@ -71,6 +71,7 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     let report = PyDict::new(py);
     report.set_item("snapshots", copied.snapshots)?;
     report.set_item("present", copied.present)?;
+    report.set_item("forgotten", copied.forgotten)?;
     report.set_item("objects", copied.objects)?;
     report.set_item("bytes", copied.bytes)?;
     Ok(report)

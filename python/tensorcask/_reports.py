@@ -158,12 +158,14 @@ class CompactReport:
 class CopyReport:
     """Result of :meth:`Store.copy_to`.
 
-    ``snapshots``: number of snapshots copied now. ``present``: number of snapshots that the destination had already. ``objects`` and
+    ``snapshots``: number of snapshots copied now. ``present``: number of snapshots that the destination had already.
+    ``forgotten``: number of snapshots that the destination has had and forgotten; it never takes them back. ``objects`` and
     ``bytes``: objects written now.
     """
 
     snapshots: int
     present: int
+    forgotten: int
     objects: int
     bytes: int
 

@@ -28,6 +28,9 @@ pub(crate) const CATALOG_INTERVAL: u64 = 64;
 /// Limit on the user metadata of all snapshots, as text. More does not fit columns with 32-bit offsets and slows
 /// opening down.
 const MAX_USER_BYTES: usize = 1 << 28;
+/// Limit on the number of snapshots times the number of their different keys of user metadata. Each takes 32 bytes while the
+/// table is made.
+const MAX_USER_CELLS: usize = 1 << 22;
 /// Column of snapshots in log entries. Older catalogs lack it.
 const INLINE_COLUMN: &str = "inline";
 const USER_PREFIX: &str = "user.";
@@ -178,6 +181,10 @@ fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
     let mut user: BTreeMap<String, Vec<Option<Value>>> = BTreeMap::new();
     for (row, record) in records.iter().enumerate() {
         for (key, value) in summary(record).user {
+            if user.len().saturating_mul(records.len()) > MAX_USER_CELLS {
+                let message = "has too many different keys for a table; use the same keys in each save";
+                return Err(Error::limit(format!("user metadata of all snapshots {message}")).clause("log 6"));
+            }
             user.entry(key).or_insert_with(|| vec![None; records.len()])[row] = Some(value);
         }
     }
@@ -373,4 +380,38 @@ impl Rows<'_> {
 
 fn null(name: &str, row: usize) -> Error {
     Error::corrupt(format!("column `{name}` has no value in row {row}")).clause("log 6.3")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with_user(row: u64, key: String) -> SnapshotRecord {
+        let user = Map::from_iter([(key, Value::from(1))]);
+        SnapshotRecord {
+            sequence: row + 1,
+            revision: row + 1,
+            id: Id(std::array::from_fn(|at| (row >> (8 * at.min(7))) as u8)),
+            step: row,
+            parent: None,
+            manifest: Digest::of(&[]),
+            status: SnapshotStatus::Live,
+            pinned: false,
+            time_ms: 0,
+            roles: None,
+            inline: None,
+            summary: Some(Summary { user, ..Summary::default() }),
+        }
+    }
+
+    /// A table has a column for each key, so keys that name the step would fill memory.
+    #[test]
+    fn keys_that_differ_in_each_snapshot_are_a_limit() {
+        let of = |key: fn(u64) -> String| {
+            let records: Vec<SnapshotRecord> = (0..2_100).map(|row| with_user(row, key(row))).collect();
+            table(&records.iter().collect::<Vec<_>>()).map(|table| table.num_rows())
+        };
+        assert_eq!(of(|_| "loss".into()).unwrap(), 2_100);
+        assert_eq!(of(|row| format!("loss at step {row}")).unwrap_err().kind(), ErrorKind::LimitExceeded);
+    }
 }

@@ -33,7 +33,7 @@ pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub use rank_set::RankSet;
 pub use receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};
 pub use retention::Retained;
-pub(crate) use retention::{forget_unwanted, live_step};
+pub(crate) use retention::{forget_among, forget_unwanted, live_step};
 pub(crate) use retention_rule::Decision;
 pub use retention_rule::Retention;
 pub use session_exchange::{SessionExchange, SessionSurvey};

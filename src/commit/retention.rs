@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{Decision, FiniteMarks, Log, LogState, Retention, SnapshotRecord, SnapshotStatus};
 use crate::wire::{Event, Id};
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 impl Store {
     /// Protects a step from being forgotten until it is unpinned.
@@ -134,23 +134,36 @@ async fn set_pinned(store: &Store, step: u64, pinned: bool) -> Result<SnapshotRe
 /// Forgets the live snapshots among these, unless they are pinned.
 pub(super) async fn forget_by_id(store: &Store, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
     let mut log = Log::load(store).await?;
+    forget_among(&mut log, Id::random()?, snapshots).await
+}
+
+/// Forgets the live snapshots among these, unless they are pinned. Returns those that were forgotten.
+#[boxed]
+pub(crate) async fn forget_among(log: &mut Log, writer: Id, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
     let mut forgotten = Vec::new();
     for some in snapshots.chunks(MAX_FORGOTTEN) {
         let wanted = |state: &LogState| -> Vec<Id> {
             let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == SnapshotStatus::Live && !record.pinned);
             some.iter().filter(is_live).copied().collect()
         };
-        let ids = wanted(log.state());
-        if ids.is_empty() {
+        if wanted(log.state()).is_empty() {
             continue;
         }
-        log.append(Id::random()?, |state| match wanted(state) {
-            gone if gone.is_empty() => Err(Error::new(ErrorKind::Conflict, "another process forgot these snapshots meanwhile; try again")),
-            snapshots => Ok(Event::Forgotten { snapshots }),
-        })
-        .await?;
+        let mut ids = Vec::new();
+        let appended = log.append(writer, |state| {
+            // Another process may have pinned or forgotten some since.
+            ids = wanted(state);
+            match ids.is_empty() {
+                true => Err(Error::new(ErrorKind::Conflict, "another process has pinned or forgotten these snapshots")),
+                false => Ok(Event::Forgotten { snapshots: ids.clone() }),
+            }
+        });
+        match appended.await {
+            Ok(_) => log.write_catalog_if_due().await,
+            Err(_) if ids.is_empty() => {}
+            Err(error) => return Err(error),
+        }
         forgotten.extend(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()));
-        log.write_catalog_if_due().await;
     }
     Ok(forgotten)
 }

@@ -14,7 +14,7 @@ use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot};
 use crate::writer::{Prepared, slot_of_role};
-use crate::{Error, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store, WriterOptions};
+use crate::{Error, ErrorKind, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store, WriterOptions};
 
 /// Writes a snapshot of `source` into `destination` as a base in which no tensor is sharded. All tensors go into casks
 /// of rank 0. The blobs of each other rank go into one cask of that rank. Tensors, roles, blobs and metadata stay the
@@ -30,12 +30,11 @@ pub async fn consolidate(
     refuse_features(snapshot.manifest().may_ignore())?;
     let directory_before = &snapshot.chain.newest().directory;
     let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };
-    let mut writer = destination.writer_with(writer_options).await?;
-    if !destination.snapshots().await?.is_empty() {
-        let message = "the destination holds snapshots already; consolidate into an empty place";
-        return Err(Error::invalid(message).object(destination.url()));
-    }
     check_content(&snapshot.chain).await?;
+    // A writer would fence the job that writes there.
+    refuse_other_snapshots(destination).await?;
+    let mut writer = destination.writer_with(writer_options).await?;
+    refuse_other_snapshots(destination).await?;
 
     let age = Age::start();
     let blobs = snapshot.blobs().await?;
@@ -90,4 +89,17 @@ pub async fn consolidate(
     user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };
     writer.commit(snapshot.step(), None, &prepared, vec![], &metadata).await?.done()
+}
+
+/// Fails if a store has, or has had, a snapshot.
+async fn refuse_other_snapshots(destination: &Store) -> Result<()> {
+    match destination.history().records().await {
+        Ok(records) if records.is_empty() => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Ok(_) => {
+            let message = "the destination holds snapshots already; consolidate into an empty place";
+            Err(Error::invalid(message).object(destination.url()))
+        }
+        Err(error) => Err(error),
+    }
 }

@@ -75,15 +75,14 @@ impl Copier {
         Ok(copied?.1)
     }
 
-    /// Whether the destination has collected a parent of a snapshot that [`copy_new`](Self::copy_new) would add. Such a snapshot
-    /// can never be added.
+    /// Whether the destination has collected or reduced a snapshot that another one needs, which [`copy_new`](Self::copy_new)
+    /// would add. Such a snapshot can never be added.
     pub async fn lacks_parents_of(&mut self, source: &Store) -> Result<bool> {
         self.log.refresh().await?;
         let from = Log::load(source).await?;
         let there = self.log.state();
         let wanted = snapshots_to_copy(source, from.state(), there, self.options.steps.as_deref())?;
-        let is_collected = |id| there.by_id(id).is_some_and(|parent| parent.status == SnapshotStatus::Collected);
-        Ok(wanted.iter().any(|record| there.by_id(record.id).is_none() && record.parent.is_some_and(is_collected)))
+        Ok(wanted.iter().any(|record| there.by_id(record.id).is_none() && lost_link(record, from.state(), there).is_some()))
     }
 
     /// Copies the snapshots that the destination does not have. Also returns all snapshots that it should have.
@@ -96,7 +95,7 @@ impl Copier {
             self.open_log(None).await?;
             plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         }
-        let mut report = plan.report();
+        let mut report = plan.report(self.log.state());
         for record in &plan.missing {
             self.copy_snapshot(source, from.state(), record, &mut report).await?;
         }
@@ -111,7 +110,7 @@ impl Copier {
         }
         let from = Log::load(source).await?;
         let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        let mut report = plan.report();
+        let mut report = plan.report(self.log.state());
         let destination = self.destination.clone();
         for record in &plan.missing {
             let stored = StoredSnapshot::read(source, record).await?;
@@ -149,6 +148,8 @@ impl Copier {
         let stored = StoredSnapshot::read(source, record).await?;
         let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
+        // Checked again for the commit. What is copied in vain would be in the way of a later copy.
+        check_links(record, state, self.log.state())?;
         let now = destination.objects().clock_ms().await?;
         let mut oldest_ms = now;
         let age = Age::start();
@@ -177,7 +178,14 @@ impl Copier {
                     report.bytes += manifest_bytes.len() as u64;
                 }
             }
-            destination.objects().create_unique(&path, manifest_bytes.clone()).await?;
+            destination.objects().create_unique(&path, manifest_bytes.clone()).await.map_err(|error| match error.kind() {
+                ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
+                    let message = "an interrupted copy has left another manifest here, from before the snapshot was compacted at the source; \
+                                   copy again once `tensorcask gc --apply` has removed it from the destination";
+                    Error::corrupt(message).object(path.as_str()).source(error)
+                }
+                _ => error,
+            })?;
             needs.push(Need { path: path.clone(), bytes: None });
             needs.extend(Need::of(manifest));
         }
@@ -186,17 +194,18 @@ impl Copier {
         needs.extend(self.needs_of_chain(source, state, record.parent).await?);
         let mut repaired = false;
         loop {
-            let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |state| {
+            let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |there| {
                 age.check(self.options.age_floor).map_err(|e| {
                     let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
                     Error::new(e.kind(), format!("{}{advice}", e.message())).clause(TOO_LATE).source(e)
                 })?;
-                if state.last_writer.is_some_and(|last| last.writer != writer) {
+                if there.last_writer.is_some_and(|last| last.writer != writer) {
                     return Err(fenced());
                 }
                 if let Some(parent) = record.parent {
-                    chain_of(state, parent, destination.limits().max_chain_depth)?;
+                    chain_of(there, parent, destination.limits().max_chain_depth)?;
                 }
+                check_links(record, state, there)?;
                 let (snapshot, step, parent, manifest) = (record.id, record.step, record.parent, record.manifest);
                 Ok(Event::Added { snapshot, step, parent, manifest, inline, roles: record.roles.clone() })
             });
@@ -317,6 +326,53 @@ impl Copier {
     }
 }
 
+/// The first link of a snapshot's chain that the destination has lost, or a part that the snapshot needs: it was collected there,
+/// or reduced to fewer roles than at the source.
+fn lost_link<'s>(record: &SnapshotRecord, source: &LogState, there: &'s LogState) -> Option<&'s SnapshotRecord> {
+    let mut next = record.parent;
+    // A parent is committed before what needs it, so the chain ends.
+    while let Some(id) = next {
+        let ours = source.by_id(id);
+        let Some(link) = there.by_id(id) else {
+            // It will be copied as the source has it.
+            next = ours?.parent;
+            continue;
+        };
+        let is_reduced = ours.is_some_and(|ours| lacks_roles(link, [record, ours]));
+        if link.status == SnapshotStatus::Collected || is_reduced {
+            return Some(link);
+        }
+        next = link.parent;
+    }
+    None
+}
+
+/// Fails if the destination has lost what a snapshot needs of its chain.
+fn check_links(record: &SnapshotRecord, source: &LogState, there: &LogState) -> Result<()> {
+    let Some(link) = lost_link(record, source, there) else { return Ok(()) };
+    let (step, lost) = (record.step, link.step);
+    let (what, clause) = match link.status {
+        SnapshotStatus::Collected => ("collected", "chain 2.8"),
+        _ => ("reduced to some roles", "log 4.7"),
+    };
+    let message =
+        format!("step {step} needs step {lost}, which the destination has {what}; compact step {step} at the source, and copy again");
+    Err(Error::corrupt(message).clause(clause))
+}
+
+/// Whether a link was reduced to fewer roles than all of these have.
+fn lacks_roles(link: &SnapshotRecord, others: [&SnapshotRecord; 2]) -> bool {
+    let Some(kept) = &link.roles else { return false };
+    let others: Vec<&Vec<String>> = others.into_iter().filter_map(|other| other.roles.as_ref()).collect();
+    let Some((first, rest)) = others.split_first() else { return true };
+    first.iter().any(|role| rest.iter().all(|other| other.contains(role)) && !kept.contains(role))
+}
+
+/// Whether a store has had a snapshot that is no longer live there.
+fn is_gone(state: &LogState, id: Id) -> bool {
+    state.by_id(id).is_some_and(|record| record.status != SnapshotStatus::Live)
+}
+
 /// Snapshots to copy.
 struct CopyPlan {
     /// Snapshots that the destination should have, in the order of the source.
@@ -330,11 +386,20 @@ impl CopyPlan {
         let wanted = snapshots_to_copy(source, from, there, steps)?;
         let missing: Vec<SnapshotRecord> = wanted.iter().filter(|record| there.by_id(record.id).is_none()).cloned().collect();
         check_order(from, there, &missing)?;
+        let is_asked = |record: &&SnapshotRecord| steps.is_some_and(|steps| steps.contains(&record.step));
+        if let Some(gone) = wanted.iter().filter(is_asked).find(|asked| asked.status == SnapshotStatus::Live && is_gone(there, asked.id)) {
+            let message = format!("the destination has forgotten step {}, and never takes it back; copy it into an empty place", gone.step);
+            return Err(Error::new(ErrorKind::Conflict, message).clause("log 4.1"));
+        }
         Ok(Self { wanted, missing })
     }
 
-    fn report(&self) -> CopyReport {
-        CopyReport { present: (self.wanted.len() - self.missing.len()) as u64, ..CopyReport::default() }
+    /// What the destination has before the copy.
+    fn report(&self, there: &LogState) -> CopyReport {
+        let is_forgotten = |wanted: &&SnapshotRecord| wanted.status == SnapshotStatus::Live && is_gone(there, wanted.id);
+        let forgotten = self.wanted.iter().filter(is_forgotten).count();
+        let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(forgotten);
+        CopyReport { present: present as u64, forgotten: forgotten as u64, ..CopyReport::default() }
     }
 }
 

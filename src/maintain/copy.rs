@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use super::Copier;
 use crate::chain::chain_of;
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_store_file, refuse_features};
+use crate::commit::{
+    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, forget_among, live_step, read_store_file, refuse_features,
+};
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
 use crate::wire::{Event, Id, STORE_FILE};
@@ -40,6 +42,8 @@ pub struct CopyReport {
     pub snapshots: u64,
     /// Number of snapshots that the destination had already.
     pub present: u64,
+    /// Number of live snapshots of the source that the destination has had, and forgotten. It never takes them back.
+    pub forgotten: u64,
     /// Number of objects written.
     pub objects: u64,
     /// Size of those objects, in bytes.
@@ -121,17 +125,12 @@ pub(super) async fn open_destination(source: &Store, destination: &Store) -> Res
     Log::load(destination).await
 }
 
-/// Mirrors the status of copied snapshots at the destination: forgets and pins them as the source did.
+/// Mirrors the status of copied snapshots at the destination: forgets and pins them as the source did. Those that are pinned there
+/// stay.
 #[boxed]
 async fn mirror_status(log: &mut Log, writer: Id, copied: &[SnapshotRecord]) -> Result<()> {
     let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != SnapshotStatus::Live).map(|record| record.id).collect();
-    let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
-    while !forget.is_empty() {
-        let rest = forget.split_off(forget.len().min(10_000));
-        log.append(writer, |_| Ok(Event::Forgotten { snapshots: forget.clone() })).await?;
-        log.write_catalog_if_due().await;
-        forget = rest;
-    }
+    forget_among(log, writer, &dead.into_iter().collect::<Vec<_>>()).await?;
     for record in copied.iter().filter(|record| record.pinned) {
         if log.state().by_id(record.id).is_some_and(|found| !found.pinned) {
             log.append(writer, |_| Ok(Event::Pinned { snapshot: record.id, pinned: true })).await?;

@@ -8,8 +8,10 @@
 //! its other roles.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use super::CompactOptions;
+use super::cask_copy::present;
 use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
@@ -123,7 +125,7 @@ async fn reduce(
     roles: &BTreeSet<String>,
     options: &CompactOptions,
 ) -> Result<Reduced> {
-    let age = Age::start();
+    let mut age = Age::start();
     if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
         return Ok(Reduced::held(record, reason, Hold::Brief));
     }
@@ -147,7 +149,10 @@ async fn reduce(
     }
     // A delta stays a delta, unless one of its casks holds tensors that stay and tensors that go.
     match remaining_casks(store, &snapshot, roles, options).await? {
-        Some(casks) => manifest.casks = casks,
+        Some(Remaining { casks, older_by }) => {
+            manifest.casks = casks;
+            age = age.older_by(older_by);
+        }
         None => {
             check_content(&snapshot.chain).await?;
             manifest.casks = Rewriter::new(store, &snapshot, options, &|role| roles.contains(role)).rewrite().await?;
@@ -197,15 +202,21 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
     others.find(needs).map(|other| format!("step {} needs it", other.step))
 }
 
-/// Casks of the snapshot that hold only roles that stay. `None` if a cask holds both kinds, or may need roles that go
-/// to be decoded.
+/// Casks of a snapshot that hold only roles that stay.
+struct Remaining {
+    casks: Vec<CaskRef>,
+    /// Age of the oldest object that was there already, left by an interrupted reduction.
+    older_by: Duration,
+}
+
+/// The casks that stay. `None` if a cask holds both kinds of roles, or may need roles that go to be decoded.
 #[boxed]
 async fn remaining_casks(
     store: &Store,
     snapshot: &Snapshot,
     roles: &BTreeSet<String>,
     options: &CompactOptions,
-) -> Result<Option<Vec<CaskRef>>> {
+) -> Result<Option<Remaining>> {
     let directory = &snapshot.chain.newest().directory;
     // A tensor that stays may be encoded against a partner that goes.
     let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
@@ -235,13 +246,17 @@ async fn remaining_casks(
         }
     }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();
-    let mut casks = Vec::new();
+    let (mut casks, mut older_by) = (Vec::new(), Duration::ZERO);
     for (at, cask) in snapshot.manifest().casks.iter().enumerate() {
         match slots.get(&cask.slot).copied().unwrap_or_default() {
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
             SlotContent { some_go: false, .. } => {
                 // The reduced manifest lies outside of the log entry, and so must its casks.
                 if let Some(bytes) = CaskSource::of_link(store, snapshot.chain.newest(), at).whole() {
+                    if let Some(found) = present(store, &cask.path(), cask.bytes).await? {
+                        let now_ms = store.objects().clock_ms().await?;
+                        older_by = older_by.max(Duration::from_millis(now_ms.saturating_sub(found.modified_ms)));
+                    }
                     store.objects().create_unique(&cask.path(), bytes.clone()).await?;
                 }
                 casks.push(cask.clone());
@@ -254,7 +269,7 @@ async fn remaining_casks(
             SlotContent { .. } => {}
         }
     }
-    Ok(Some(casks))
+    Ok(Some(Remaining { casks, older_by }))
 }
 
 /// Which tensors a slot holds.

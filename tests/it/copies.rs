@@ -129,3 +129,135 @@ async fn a_reduced_delta_is_copied_with_its_chain() {
     }
     assert_eq!(destination.snapshot(Latest).await.unwrap().step(), 7);
 }
+
+/// A delta would pass, and its optimizer state could not be read.
+#[tokio::test]
+async fn a_delta_is_not_copied_onto_a_snapshot_that_the_destination_has_reduced() {
+    let source = wrap(Arc::new(InMemory::new()));
+    let destination = wrap(Arc::new(InMemory::new()));
+    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
+    let save = async |writer: &mut tensorcask::Writer, step: u64| {
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+    };
+    for step in 1..=3 {
+        save(&mut writer, step).await;
+    }
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    maintain::compact(&destination, 3, &CompactOptions::default()).await.unwrap();
+    destination.forget(&[2]).await.unwrap();
+    let reduced = maintain::keep_roles(&destination, &[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+    assert!(reduced[0].held.is_none(), "{reduced:?}");
+
+    save(&mut writer, 4).await;
+    let error = maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap_err();
+    assert_eq!((error.kind(), error.clause_name()), (ErrorKind::Corrupt, Some("log 4.7")), "{error}");
+    let mut copier = Copier::open(&source, &destination, Id::random().unwrap(), CopyOptions::default()).await.unwrap();
+    assert!(copier.lacks_parents_of(&source).await.unwrap());
+    assert_clean(&destination, &[1, 3]).await;
+    // As the message says.
+    maintain::compact(&source, 4, &CompactOptions::default()).await.unwrap();
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    assert_clean(&destination, &[1, 3, 4]).await;
+}
+
+#[tokio::test]
+async fn a_step_that_the_destination_has_forgotten_is_not_reported_as_present() {
+    let source = source(&[1, 2]).await;
+    let destination = wrap(Arc::new(InMemory::new()));
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    destination.forget(&[1]).await.unwrap();
+    let report = maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    assert_eq!((report.snapshots, report.present, report.forgotten), (0, 1, 1));
+    let only_this = CopyOptions { steps: Some(vec![1]), ..CopyOptions::default() };
+    let error = maintain::copy(&source, &destination, &only_this).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+    assert_clean(&destination, &[2]).await;
+}
+
+#[tokio::test]
+async fn a_step_that_is_pinned_at_the_destination_stays() {
+    let source = wrap(Arc::new(InMemory::new()));
+    let destination = wrap(Arc::new(InMemory::new()));
+    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
+    for step in 1..=2 {
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+    }
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    destination.pin(1).await.unwrap();
+    source.forget(&[1]).await.unwrap();
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    assert_clean(&destination, &[1, 2]).await;
+    destination.unpin(1).await.unwrap();
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    assert_clean(&destination, &[2]).await;
+}
+
+/// The writer of the destination goes on: nothing has fenced it.
+#[tokio::test]
+async fn a_refused_consolidation_stops_no_job() {
+    let (from, job) = (source(&[1]).await, wrap(Arc::new(InMemory::new())));
+    let mut writer = job.writer(Policy::Full).await.unwrap();
+    for step in 2..=3 {
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+        let error = maintain::consolidate(&from, &job, 1, &CompactOptions::default()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    assert_clean(&job, &[2, 3]).await;
+}
+
+/// Another process pins a snapshot while it is being forgotten.
+#[tokio::test]
+async fn a_snapshot_that_was_pinned_meanwhile_is_not_reported_as_forgotten() {
+    let objects = Arc::new(InMemory::new());
+    add(&wrap(objects.clone()), &[1, 2, 3]).await;
+    let (other, first) = (objects.clone(), AtomicU64::new(1));
+    let raced = FaultStore::new(objects.clone(), move |operation, path: &Path| {
+        if operation == Operation::Create && path.as_ref().starts_with("log/") && first.swap(0, Ordering::SeqCst) == 1 {
+            let store = wrap(other.clone());
+            let pinned = std::thread::spawn(move || {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(store.pin(1))
+            });
+            pinned.join().unwrap().unwrap();
+        }
+        Fault::None
+    });
+    let store = wrap(Arc::new(raced));
+    let ids: Vec<Id> = store.snapshots().await.unwrap().iter().take(2).map(|info| info.record.id).collect();
+    let forgotten = store.history().forget_snapshots(&ids).await.unwrap();
+    assert_eq!(forgotten.iter().map(|record| record.step).collect::<Vec<_>>(), [2]);
+    assert_clean(&wrap(objects), &[1, 3]).await;
+}
+
+/// Garbage collection may delete it at any time.
+#[tokio::test]
+async fn an_old_cask_of_an_interrupted_reduction_is_not_used_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let store = Store::open(&url("run")).unwrap();
+    add(&store, &[1, 2]).await;
+    assert!(store.snapshot(1).await.unwrap().record().inline.is_some());
+    let model = ["model".to_owned()];
+    // The casks that the reduction writes.
+    let twin = Store::open(&url("twin")).unwrap();
+    maintain::copy(&store, &twin, &CopyOptions::default()).await.unwrap();
+    maintain::keep_roles(&twin, &[1], &model, &CompactOptions::default()).await.unwrap();
+    std::fs::create_dir_all(folder.path().join("run/casks")).unwrap();
+    let floor = CompactOptions::default().age_floor;
+    for cask in std::fs::read_dir(folder.path().join("twin/casks")).unwrap() {
+        let cask = cask.unwrap();
+        let left = folder.path().join("run/casks").join(cask.file_name());
+        std::fs::copy(cask.path(), &left).unwrap();
+        let file = std::fs::File::options().write(true).open(left).unwrap();
+        file.set_modified(file.metadata().unwrap().modified().unwrap() - floor).unwrap();
+    }
+    let error = maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap_err();
+    assert!(error.is_too_late(), "{error}");
+    maintain::gc(&store, &maintain::GcOptions { apply: true, ..maintain::GcOptions::default() }).await.unwrap();
+    maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap();
+    assert_weights_only(&store, 1).await;
+    assert_clean(&store, &[1, 2]).await;
+}

@@ -40,6 +40,7 @@ struct Report<'a> {
     shard: Option<String>,
     snapshots: u64,
     present: u64,
+    forgotten: u64,
     objects: u64,
     bytes: u64,
 }
@@ -59,12 +60,19 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         counted(copied.objects, "object", "objects"),
         copied.present
     ));
+    if copied.forgotten > 0 {
+        text.line(format!(
+            "{} not copied: the destination has forgotten them, and never takes them back; copy into an empty place to have them",
+            counted(copied.forgotten, "snapshot", "snapshots")
+        ));
+    }
     let report = Report {
         source: &args.source,
         destination: &args.destination,
         shard: args.shard.map(|(part, of)| format!("{part}/{of}")),
         snapshots: copied.snapshots,
         present: copied.present,
+        forgotten: copied.forgotten,
         objects: copied.objects,
         bytes: copied.bytes,
     };
