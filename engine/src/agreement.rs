@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tensorcask::RankOffer;
 use tensorcask::wire::Id;
+use tensorcask::{Error, ErrorKind, RankOffer, Result};
 
 /// Result of an agreement.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +45,19 @@ pub(crate) struct AgreedStep {
     pub snapshot: Option<Id>,
 }
 
+/// Checks that all ranks begin after the same entry of the log. Otherwise, the memory of some hosts lacks what another job has saved
+/// since, and equal numbers of steps may mean different states.
+pub(crate) fn check_beginnings(offers: &[RankOffer]) -> Result<()> {
+    let mut ranks = offers.iter().enumerate().filter_map(|(rank, offer)| Some((rank, offer.after?)));
+    let Some((first, after)) = ranks.next() else { return Ok(()) };
+    let Some((rank, other)) = ranks.find(|(_, other)| *other != after) else { return Ok(()) };
+    let message = format!(
+        "rank {first} begins after entry {after} of the log, and rank {rank} after entry {other}: the store answers on some hosts only, or \
+         memory of some hosts is older; start the job again"
+    );
+    Err(Error::new(ErrorKind::Conflict, message))
+}
+
 /// Finds the newest step that all ranks can load. Passes over a step of which they know different snapshots: some of them
 /// cannot see that the job has continued elsewhere, and has saved another state of that step.
 pub(crate) fn agree_on(offers: &[RankOffer]) -> Option<AgreedStep> {
@@ -71,13 +84,23 @@ mod tests {
         let offer = |steps: &[(u64, Option<u8>)]| RankOffer {
             steps: steps.iter().map(|(step, _)| *step).collect(),
             snapshots: steps.iter().filter_map(|(step, id)| Some((*step, Id([(*id)?; 16])))).collect(),
-            attempt: None,
+            ..RankOffer::default()
         };
         let offers = [offer(&[(30, Some(3)), (20, None), (10, Some(1))]), offer(&[(30, Some(4)), (20, Some(2)), (10, Some(1))])];
         assert_eq!(agree_on(&offers), Some(AgreedStep { step: 20, snapshot: Some(Id([2; 16])) }));
         assert_eq!(agree_on(&[offer(&[(30, Some(3))]), offer(&[(30, Some(4))])]), None);
         let raw = [offer(&[(30, None)]), offer(&[(30, None)])];
         assert_eq!(agree_on(&raw), Some(AgreedStep { step: 30, snapshot: None }));
+    }
+
+    #[test]
+    fn ranks_that_begin_after_different_entries_agree_on_nothing() {
+        let offer = |after| RankOffer { steps: vec![60], after, ..RankOffer::default() };
+        assert!(check_beginnings(&[offer(Some(7)), offer(Some(7))]).is_ok());
+        assert!(check_beginnings(&[offer(None), offer(None)]).is_ok());
+        let error = check_beginnings(&[offer(Some(7)), offer(Some(7)), offer(Some(9))]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        assert!(error.message().contains("rank 2 after entry 9"), "{error}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
 
 use crate::damaged_copies::damaged_copies;
-use crate::earlier_sessions::{Beginning, beginnings, remove_older};
+use crate::earlier_sessions::{Beginning, beginnings, remove_messages};
 use crate::folders::{RunFolder, publish};
 use crate::host_notes::HostNotes;
 use crate::hosts_memory::HostsView;
@@ -39,7 +39,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, lim
     };
     let error = match tokio::time::timeout(limit, join_by_store(first, hosts, run, rank, process)).await {
         Ok(Ok(after)) => {
-            remove_older(run, hosts.session, after)?;
+            remove_messages(run, hosts.session)?;
             return HostNotes::start_rank(run, hosts.session, rank, after, None);
         }
         Ok(Err(error)) if !error.is_unanswered() => return Err(error),
@@ -56,7 +56,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, lim
         Some(after) => HostNotes::start_rank(run, hosts.session, rank, after, Some(process)),
         None => {
             let after = join_by_store(first, hosts, run, rank, process).await?;
-            remove_older(run, hosts.session, after)?;
+            remove_messages(run, hosts.session)?;
             HostNotes::start_rank(run, hosts.session, rank, after, None)
         }
     }
@@ -156,7 +156,7 @@ async fn join_by_memory(store: &Store, hosts: &HostsSpec, run: &RunFolder, other
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
     publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
-    remove_older(run, hosts.session, known.sequence)?;
+    remove_messages(run, hosts.session)?;
     tracing::warn!(
         store = store.url(),
         entry = known.sequence,

@@ -58,15 +58,24 @@ pub(crate) async fn beginnings(run: &RunFolder, others: &OtherHosts, survey: &Ho
     found
 }
 
-/// Removes the messages of other sessions, except the beginnings of those after the same entry of the log.
-pub(crate) fn remove_older(run: &RunFolder, own: Id, after: u64) -> Result<()> {
+/// Removes the messages of other sessions, except of those that began while the store did not answer: their steps may be the
+/// newest until a later session has committed one.
+pub(crate) fn remove_messages(run: &RunFolder, own: Id) -> Result<()> {
+    remove_folders(run, |session, beginning| session != own && beginning.is_none())
+}
+
+/// Removes the beginnings of sessions after older entries of the log than `since`. Call it once the session that leads since this
+/// entry has committed a step.
+pub(crate) fn remove_passed(run: &RunFolder, since: u64) -> Result<()> {
+    remove_folders(run, |_, beginning| beginning.is_some_and(|beginning| beginning.known.sequence < since))
+}
+
+/// Removes the messages of some sessions.
+fn remove_folders(run: &RunFolder, is_old: impl Fn(Id, Option<Beginning>) -> bool) -> Result<()> {
     for folder in list_folders(&run.meeting())? {
-        let session = folder.file_name().and_then(|name| Id::from_hex(name.to_str()?).ok());
-        if session.is_none_or(|session| session == own) {
-            continue;
-        }
-        let beginning = std::fs::read(folder.join(NAME)).ok().and_then(|json| serde_json::from_slice::<Beginning>(&json).ok());
-        if beginning.is_none_or(|beginning| beginning.known.sequence != after) {
+        let Some(session) = folder.file_name().and_then(|name| Id::from_hex(name.to_str()?).ok()) else { continue };
+        let beginning = std::fs::read(folder.join(NAME)).ok().and_then(|json| serde_json::from_slice(&json).ok());
+        if is_old(session, beginning) {
             remove_folder(&folder)?;
         }
     }

@@ -8,7 +8,7 @@ use tensorcask::{Blob, Error, ErrorKind, Metadata, RankOffer, Result, StepSelect
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
-use crate::agreement::agree_on;
+use crate::agreement::{agree_on, check_beginnings};
 use crate::arena_writer::{ArenaWriter, StateView, current_session};
 use crate::beginning::{join_session, join_timeout};
 use crate::copy_plan::Deferred;
@@ -379,6 +379,7 @@ impl Engine {
         Ok(RankOffer {
             steps,
             snapshots,
+            after: notes_of(self).and_then(|notes| notes.after),
             attempt: self.arena.attempts.current(current_session(self.arena.arena().map(Arc::as_ref), &self.session)?),
         })
     }
@@ -388,8 +389,9 @@ impl Engine {
     ///
     /// Discards newer raw states, which some rank lacks. States that ranks save from now on are never joined with states
     /// from before, even if some rank missed a save before. Until the next save, a restore of the step fails if it finds
-    /// only another snapshot of it.
+    /// only another snapshot of it. Fails with `Conflict` if the ranks of many hosts begin after different entries of the log.
     pub fn agree(&mut self, offers: &[RankOffer]) -> Result<Option<u64>> {
+        check_beginnings(offers)?;
         let agreed = agree_on(offers);
         let step = agreed.map(|agreed| agreed.step);
         if let Some(step) = step {
@@ -542,9 +544,9 @@ fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restore
 /// Exchanges the offers through the agents; `None` without peers.
 fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: Duration) -> Result<Option<Vec<RankOffer>>> {
     let spec = &engine.session.spec;
-    let (Some(hosts), Some(others), Some(notes)) = (&spec.hosts, OtherHosts::open(spec)?, notes_of(engine)) else { return Ok(None) };
-    let round = Round { name, rank: engine.options.rank, world: engine.options.world, after: notes.after.unwrap_or(0) };
-    engine.runtime.block_on(exchange_offers(&engine.run, hosts, &others, &round, offer.clone(), timeout)).map(Some)
+    let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
+    let round = Round { name, rank: engine.options.rank, world: engine.options.world };
+    engine.runtime.block_on(exchange_offers(&engine.run, hosts, &others, &round, offer, timeout)).map(Some)
 }
 
 /// Notes of this host about its session, if the run is on many hosts.

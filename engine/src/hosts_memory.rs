@@ -190,20 +190,35 @@ async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginnin
 async fn newest_complete(store: &Store, session: SessionName) -> Result<Option<SessionStep>> {
     let exchange = SessionExchange::new(store, session);
     for (at, ranks) in exchange.survey(None).await?.steps.iter().rev() {
-        if complete_receipts(&exchange, *at, ranks).await.is_some() {
-            return Ok(Some(*at));
+        match patiently(async || complete_receipts(&exchange, *at, ranks).await).await {
+            Ok(Some(_)) => return Ok(Some(*at)),
+            Ok(None) => {}
+            Err(error) => tracing::warn!(step = at.step, %error, "the receipts of a step cannot be read"),
         }
     }
     Ok(None)
 }
 
-/// The receipts of a step, if those of all ranks can be read. A forged receipt is as good as none.
-async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &RankSet) -> Option<Vec<Receipt>> {
+/// Asks again a few times if a host does not answer: without its part, the ranks would agree on an older step.
+async fn patiently<T>(request: impl AsyncFn() -> Result<T>) -> Result<T> {
+    for _ in 0..RETRIES {
+        match request().await {
+            Err(error) if error.kind() == ErrorKind::Storage => tokio::time::sleep(AGAIN).await,
+            answered => return answered,
+        }
+    }
+    request().await
+}
+
+/// The receipts of a step, if those of all ranks are there. A forged receipt is as good as none. Fails with `Storage` if a host does
+/// not answer.
+async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &RankSet) -> Result<Option<Vec<Receipt>>> {
     match exchange.receipts(at, ranks).await {
-        Ok(receipts) => receipts.first().is_some_and(|first| ranks.has_all(0..first.world)).then_some(receipts),
+        Ok(receipts) => Ok(receipts.first().is_some_and(|first| ranks.has_all(0..first.world)).then_some(receipts)),
+        Err(error) if error.kind() == ErrorKind::Storage => Err(error),
         Err(error) => {
             tracing::warn!(step = at.step, %error, "the receipts of a step cannot be read");
-            None
+            Ok(None)
         }
     }
 }
@@ -220,7 +235,7 @@ async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSessi
         let is_wanted = |at: &SessionStep| at.attempt == of.attempt && Some(at.step) <= of.newest;
         let wanted: BTreeMap<&SessionStep, &RankSet> = found.iter().filter(|(at, _)| is_wanted(at)).rev().take(MOST_STEPS).collect();
         for (at, ranks) in wanted {
-            if let Err(error) = commit(store, &exchange, after, of.session, *at, ranks).await {
+            if let Err(error) = patiently(async || commit(store, &exchange, after, of.session, *at, ranks).await).await {
                 tracing::warn!(step = at.step, %error, "a step in the memory of the hosts cannot be used");
             }
         }
@@ -230,7 +245,7 @@ async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSessi
 
 /// Commits a step, unless not all ranks have saved it, or the log has it.
 async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: Id, at: SessionStep, ranks: &RankSet) -> Result<()> {
-    let Some(receipts) = complete_receipts(exchange, at, ranks).await else { return Ok(()) };
+    let Some(receipts) = complete_receipts(exchange, at, ranks).await? else { return Ok(()) };
     let log = SessionLog::open(store).await?;
     let begins = Leader { session, after, attempt: at.attempt, term: 1, above: None };
     let leader = match log.leadership().of(session) {
@@ -251,5 +266,7 @@ async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: 
 
 /// Time between attempts to read the memory of the hosts.
 const AGAIN: Duration = Duration::from_millis(500);
+/// Number of attempts to read a step after the first.
+const RETRIES: u32 = 3;
 /// Number of steps of a session, and of committed steps, to offer.
 const MOST_STEPS: usize = 8;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tensorcask::{Error, ErrorKind, RankExchange, RankOffer, Result};
+use tensorcask::{Error, RankExchange, RankOffer, Result};
 
 use crate::files::replace_file;
 use crate::folders::{RunFolder, publish};
@@ -14,15 +14,6 @@ use crate::lock::lock_file;
 use crate::other_hosts::OtherHosts;
 use crate::run_spec::RunSpec;
 
-/// The offer of a rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Offer {
-    /// Log entry after which the session begins, as this rank knows it.
-    after: u64,
-    offer: RankOffer,
-}
-
 /// The offers of all ranks of a round.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -30,19 +21,17 @@ struct Offers {
     ranks: Vec<RankOffer>,
 }
 
-/// Exchanges the offers of all ranks, through the agents. One rank of each host asks for all. `after`: the
-/// log entry after which the session begins; the same on all hosts.
+/// Exchanges the offers of all ranks, through the agents. One rank of each host asks for all.
 pub(crate) async fn exchange_offers(
     run: &RunFolder,
     hosts: &HostsSpec,
     others: &OtherHosts,
     round: &Round<'_>,
-    offer: RankOffer,
+    offer: &RankOffer,
     timeout: Duration,
 ) -> Result<Vec<RankOffer>> {
     let folder = format!("{}/offers/{}", hosts.session, round.checked_name()?);
-    let offer = Offer { after: round.after, offer };
-    let json = serde_json::to_vec(&offer).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
+    let json = serde_json::to_vec(offer).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
     publish(run, &format!("{folder}/{}.json", round.rank), &json)?;
     let agreed = run.meeting().join(&folder).join(AGREED);
     let begun = Instant::now();
@@ -50,7 +39,7 @@ pub(crate) async fn exchange_offers(
     if let Some(found) = std::fs::read(&agreed).ok().and_then(|json| serde_json::from_slice::<Offers>(&json).ok()) {
         return Ok(found.ranks);
     }
-    let mut offers: BTreeMap<u32, Offer> = BTreeMap::new();
+    let mut offers: BTreeMap<u32, RankOffer> = BTreeMap::new();
     loop {
         let mut problem = None;
         let missing = (0..round.world).filter(|rank| !offers.contains_key(rank));
@@ -81,15 +70,7 @@ pub(crate) async fn exchange_offers(
         }
         tokio::time::sleep(RETRY).await;
     }
-    if let Some((rank, other)) = offers.iter().find(|(_, offer)| offer.after != round.after) {
-        let message = format!(
-            "rank {rank} begins after entry {} of the log, and rank {} after entry {}: the store answers on some hosts only, or memory \
-             of some hosts is older; start the job again",
-            other.after, round.rank, round.after
-        );
-        return Err(Error::new(ErrorKind::Conflict, message));
-    }
-    let offers = Offers { ranks: offers.into_values().map(|offer| offer.offer).collect() };
+    let offers = Offers { ranks: offers.into_values().collect() };
     let json = serde_json::to_vec(&offers).map_err(|e| Error::invalid(format!("an offer: {e}")))?;
     replace_file(&agreed, &json)?;
     Ok(offers.ranks)
@@ -127,7 +108,6 @@ pub(crate) struct Round<'a> {
     pub name: &'a str,
     pub rank: u32,
     pub world: u32,
-    pub after: u64,
 }
 
 impl Round<'_> {
@@ -140,7 +120,7 @@ impl Round<'_> {
     }
 }
 
-fn decode(json: &[u8], rank: u32) -> Result<Offer> {
+fn decode(json: &[u8], rank: u32) -> Result<RankOffer> {
     serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("rank {rank} sent no offer: {e}")))
 }
 

@@ -24,6 +24,9 @@ pub struct RankOffer {
     /// The snapshot of each step that the rank would load from a snapshot. A raw state has none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub snapshots: BTreeMap<u64, Id>,
+    /// Entry of the log after which the session of many hosts begins, as the rank knows it. `None` on one host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
     /// How often the rank has returned to an older step in its session. `None` if it has not saved in the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attempt: Option<u64>,
@@ -33,7 +36,7 @@ impl RankOffer {
     /// Whether both are offers of one rank at two times: a raw state may have become a snapshot in between.
     fn continues(&self, earlier: &Self) -> bool {
         let is_known = |(step, id): (&u64, &Id)| earlier.snapshots.get(step).is_none_or(|known| known == id);
-        (&self.steps, self.attempt) == (&earlier.steps, earlier.attempt) && self.snapshots.iter().all(is_known)
+        (&self.steps, self.after, self.attempt) == (&earlier.steps, earlier.after, earlier.attempt) && self.snapshots.iter().all(is_known)
     }
 }
 
@@ -116,7 +119,7 @@ mod tests {
     use super::*;
 
     fn offer(snapshots: &[(u64, Id)]) -> RankOffer {
-        RankOffer { steps: vec![30, 20], snapshots: snapshots.iter().copied().collect(), attempt: Some(1) }
+        RankOffer { steps: vec![30, 20], snapshots: snapshots.iter().copied().collect(), after: None, attempt: Some(1) }
     }
 
     #[test]

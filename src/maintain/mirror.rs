@@ -82,7 +82,15 @@ impl Mirror {
         for record in needed_links(state, &parents_in(&self.memory, None).await?, self.store.limits().max_chain_depth)? {
             let place = record.manifest_place();
             if !self.links.contains_key(&record.id) || self.manifest_in_memory(&place).await?.is_none() {
-                self.copy_link(&place).await?;
+                match self.copy_link(&place).await {
+                    Ok(()) => {}
+                    // No other snapshot may wait for one that cannot be read.
+                    Err(error) if error.kind().is_damaged_object() => {
+                        tracing::warn!(%error, "a snapshot is damaged; the mirror does not describe it");
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                }
             }
             links.insert(record.id, place.inline_in);
         }

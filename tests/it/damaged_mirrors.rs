@@ -213,6 +213,23 @@ async fn a_damaged_manifest_in_a_mirror_stops_neither_saves_nor_pruning_and_is_c
 }
 
 /// Without its catalog, a mirror that was shortened has no log that begins with entry 1. It must not look empty.
+/// Later commits would never reach the mirror otherwise, and the host would save nothing once its memory is full.
+#[tokio::test]
+async fn a_damaged_manifest_in_the_store_does_not_keep_the_log_from_a_mirror() {
+    let mut hosts = two_steps().await;
+    hosts.save_durably(3).await;
+    let newest = below(&hosts.path("store/snapshots")).into_iter().last().unwrap();
+    let (whole, copy) = (std::fs::read(&newest).unwrap(), hosts.path("mirror-0/snapshots").join(newest.file_name().unwrap()));
+    damage(&newest);
+    let mirror = hosts.hosts[0].1.memory().clone();
+    follow_anew(&hosts, &mirror).await;
+    assert_eq!(SessionLog::open(&mirror).await.unwrap().sequence(), log(&hosts).await.sequence());
+    assert!(!copy.exists());
+    std::fs::write(&newest, whole).unwrap();
+    follow_anew(&hosts, &mirror).await;
+    assert!(copy.exists());
+}
+
 #[tokio::test]
 async fn a_damaged_catalog_of_a_shortened_mirror_is_an_error_and_is_copied_again() {
     let hosts = two_steps().await;

@@ -308,6 +308,28 @@ fn steps_are_committed_after_one_that_has_waited_too_long() {
 }
 
 /// Of several steps that were committed since the session began, the newest counts.
+/// All hosts read this object before they encode the step.
+#[test]
+fn a_damaged_parent_in_the_store_costs_one_step() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    let folder = job.receipts_of_first_session(2);
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("parent.json"), "{").unwrap();
+    for step in 2..=3 {
+        start.save_all(step);
+    }
+    for engine in &mut start.engines {
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(waited.reached, "{waited:?}");
+        assert_eq!(waited.failures.iter().map(|failure| failure.step).collect::<Vec<_>>(), [2]);
+    }
+    assert_eq!(job.steps(), [1, 3]);
+    job.assert_holds(3, 1);
+}
+
 #[test]
 fn ranks_agree_on_the_newest_step_of_their_own_session() {
     let job = Job::new().with_peers();

@@ -343,6 +343,39 @@ fn steps_in_memory_outlast_a_start_that_saved_nothing() {
     }
 }
 
+/// The second start kept its step in memory. Those after it lead the log, and are killed before they save.
+#[test]
+fn steps_of_a_start_without_the_store_outlast_starts_that_saved_nothing() {
+    let (job, away) = lose_host_and_store(2);
+    let mut start = job.start_at_once("second", 2);
+    resume(&job, &mut start, "second", 3, 1);
+    start.save_all(4);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
+    let kill_all = || {
+        job.hosts.iter().for_each(|host| host.signal_agent(Signal::KILL));
+        job.hosts.iter().for_each(Host::agent_is_gone);
+    };
+    kill_all();
+    drop(start);
+    away.back();
+    for (session, sessions) in [("third", 2), ("fourth", 3)] {
+        let mut start = job.start_at_once(session, 3);
+        assert_eq!(start.agree(session), [Some(4); WORLD as usize], "{session}");
+        until("the start leads the log", || job.sessions().len() == sessions);
+        kill_all();
+    }
+    let mut start = job.start_at_once("fifth", 5);
+    assert_eq!(start.agree("fifth"), [Some(4); WORLD as usize]);
+    let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(4, 2, rank)).collect();
+    for engine in &start.engines {
+        assert!(*engine.restore(4).unwrap().tensors[0].data == whole);
+    }
+    start.save_all(5);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 5]);
+    job.assert_clean();
+}
+
 /// Another host has led the log after the first, to give up the step of the second start.
 #[test]
 fn steps_in_memory_outlast_a_start_that_gave_up_its_only_step() {

@@ -12,6 +12,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::host_work::{Fate, HostWork, has_arenas};
 use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
+use crate::earlier_sessions::remove_passed;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, SurveyedStep};
 use crate::status::LeaderStatus;
@@ -228,7 +229,11 @@ impl Committer {
         let leading = log.leadership().of(self.work.hosts.session);
         if log.has_committed(self.work.hosts.session) {
             // Every rank has saved in this session, so none still restores from what is removed here.
-            let trimmed = self.mirror.shorten_log().await.and_then(|()| remove_former_replicas(&self.work.run));
+            let first = leading.and_then(|leading| leading.attempts.first());
+            let trimmed = self.mirror.shorten_log().await.and_then(|()| {
+                remove_former_replicas(&self.work.run)?;
+                first.map_or(Ok(()), |first| remove_passed(&self.work.run.folder, first.since))
+            });
             if let Err(error) = trimmed {
                 tracing::warn!(run = self.work.run.spec.run, %error, "memory of earlier sessions cannot be removed; trying again");
             }

@@ -238,7 +238,7 @@ impl HostEncoder {
         let session = writer.session();
         let fixed = match is_cut_off {
             true => None,
-            false => match (answer(&work.run, writer.fixed_parent(at), limit).await?, first) {
+            false => match (fixed_parent(&work.run, writer, at, limit).await?, first) {
                 (None, _) => None,
                 (Some(Some(fixed)), _) => Some(fixed),
                 (Some(None), None) => answer(&work.run, writer.choose_parent(at), limit).await?,
@@ -397,6 +397,18 @@ async fn mirror_parent(run: &Run, store: &Store, memory: &Store, writer: &mut Ho
         // The save says what is damaged, and writes whole chunks.
         Err(error) if error.is_damage() => Ok(true),
         answered => Ok(answered?.is_some()),
+    }
+}
+
+/// The parent that a host has fixed for a step; `None` if the store does not answer.
+async fn fixed_parent(run: &Run, writer: &mut HostWriter, at: SessionStep, limit: Duration) -> Result<Option<Option<Option<Id>>>> {
+    match answer(run, writer.fixed_parent(at), limit).await {
+        // The upload gives the step up. The next one has another parent.
+        Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
+            tracing::warn!(run = run.spec.run, step = at.step, %error, "the parent of a step cannot be read; saving whole chunks");
+            Ok(Some(Some(None)))
+        }
+        answered => answered,
     }
 }
 
