@@ -48,12 +48,14 @@ pub(crate) struct AgreedStep {
 /// Checks that all ranks begin after the same entry of the log. Otherwise, the memory of some hosts lacks what another job has saved
 /// since, and equal numbers of steps may mean different states.
 pub(crate) fn check_beginnings(offers: &[RankOffer]) -> Result<()> {
-    let mut ranks = offers.iter().enumerate().filter_map(|(rank, offer)| Some((rank, offer.after?)));
-    let Some((first, after)) = ranks.next() else { return Ok(()) };
-    let Some((rank, other)) = ranks.find(|(_, other)| *other != after) else { return Ok(()) };
+    let Some(first) = offers.first() else { return Ok(()) };
+    let Some(rank) = offers.iter().position(|offer| offer.after != first.after) else { return Ok(()) };
+    let entry = |rank: usize| offers.get(rank).and_then(|offer| offer.after).unwrap_or(0);
     let message = format!(
-        "rank {first} begins after entry {after} of the log, and rank {rank} after entry {other}: the store answers on some hosts only, or \
-         memory of some hosts is older; start the job again"
+        "rank 0 begins after entry {} of the log, and rank {rank} after entry {}: the store answers on some hosts only, or memory of some \
+         hosts is older; start the job again",
+        entry(0),
+        entry(rank)
     );
     Err(Error::new(ErrorKind::Conflict, message))
 }
@@ -98,6 +100,7 @@ mod tests {
         let offer = |after| RankOffer { steps: vec![60], after, ..RankOffer::default() };
         assert!(check_beginnings(&[offer(Some(7)), offer(Some(7))]).is_ok());
         assert!(check_beginnings(&[offer(None), offer(None)]).is_ok());
+        assert!(check_beginnings(&[offer(Some(7)), offer(None)]).is_err());
         let error = check_beginnings(&[offer(Some(7)), offer(Some(7)), offer(Some(9))]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Conflict);
         assert!(error.message().contains("rank 2 after entry 9"), "{error}");

@@ -9,6 +9,7 @@ use tensorcask::{Error, KnownLog, Result};
 
 use crate::files::{list_folders, remove_folder};
 use crate::folders::RunFolder;
+use crate::host_notes::HostNotes;
 use crate::hosts_survey::HostsSurvey;
 use crate::other_hosts::{OtherHosts, read_message};
 
@@ -64,10 +65,14 @@ pub(crate) fn remove_messages(run: &RunFolder, own: Id) -> Result<()> {
     remove_folders(run, |session, beginning| session != own && beginning.is_none())
 }
 
-/// Removes the beginnings of sessions after older entries of the log than `since`. Call it once the session that leads since this
-/// entry has committed a step.
-pub(crate) fn remove_passed(run: &RunFolder, since: u64) -> Result<()> {
-    remove_folders(run, |_, beginning| beginning.is_some_and(|beginning| beginning.known.sequence < since))
+/// Removes the messages of the sessions that began before this one, while the store did not answer. Call it once this session has
+/// committed a step. `since`: the first log entry of this session.
+pub(crate) fn remove_passed(run: &RunFolder, own: Id, since: u64) -> Result<()> {
+    if HostNotes::read(run, own).after.is_none() {
+        // The job has started again, with another session.
+        return Ok(());
+    }
+    remove_folders(run, |session, beginning| session != own && beginning.is_some_and(|beginning| beginning.known.sequence < since))
 }
 
 /// Removes the messages of some sessions.

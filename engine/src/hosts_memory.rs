@@ -10,6 +10,7 @@
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorcask::maintain::held_steps;
@@ -107,11 +108,12 @@ impl HostsView {
     /// Looks for the sessions: the one that leads the log, and the newest complete ones of those that began after the same entry
     /// while the store did not answer.
     pub(crate) async fn find(places: &[ListedPlace], mut last: u64, earlier: &[Beginning]) -> Result<Self> {
+        let patience = Patience::new();
         loop {
             let store = union_store(places.to_vec(), last);
             let log = SessionLog::open(&store).await?;
-            let continued = continued_sessions(&store, &log, earlier).await?;
-            commit_continued(&store, log.sequence(), &continued).await?;
+            let continued = continued_sessions(&store, &log, earlier, &patience).await?;
+            commit_continued(&store, log.sequence(), &continued, &patience).await?;
             let before = before_leader(&log);
             let committed = SessionLog::open(&store).await?;
             match before.filter(|before| committed.records().iter().all(|record| record.sequence <= *before)) {
@@ -123,6 +125,7 @@ impl HostsView {
 
     /// The view with these sessions.
     pub(crate) async fn known(places: &[ListedPlace], mut last: u64, continued: Vec<ContinuedSession>) -> Result<Self> {
+        let patience = Patience::new();
         loop {
             let store = union_store(places.to_vec(), last);
             let log = SessionLog::open(&store).await?;
@@ -130,7 +133,7 @@ impl HostsView {
             match before_leader(&log).filter(|_| !continued.is_empty() && !continued.iter().any(leads)) {
                 Some(before) => last = before,
                 None => {
-                    commit_continued(&store, log.sequence(), &continued).await?;
+                    commit_continued(&store, log.sequence(), &continued, &patience).await?;
                     return Ok(Self { store, last, continued });
                 }
             }
@@ -164,12 +167,12 @@ pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str, lef
 }
 
 /// The session that leads the log, and those that began after its last entry while the store did not answer.
-async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning]) -> Result<Vec<ContinuedSession>> {
+async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning], patience: &Patience) -> Result<Vec<ContinuedSession>> {
     let run = store.history().run().await?;
     let mut continued = Vec::new();
     if let Some(leading) = log.leadership().leading() {
         let (session, attempt) = (leading.leader.session, leading.leader.attempt);
-        let complete = newest_complete(store, SessionName { run, session }).await?;
+        let complete = newest_complete(store, SessionName { run, session }, patience).await?;
         // A later attempt has not been committed yet.
         continued.push(match complete.filter(|at| at.attempt >= attempt) {
             Some(at) if at.attempt > attempt => ContinuedSession { session, attempt: at.attempt, newest: Some(at.step) },
@@ -180,17 +183,17 @@ async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginnin
         earlier.iter().filter(|beginning| beginning.known.run == run && beginning.known.sequence == log.sequence()).collect();
     unopened.sort_by_key(|beginning| beginning.number);
     for Beginning { session, .. } in unopened {
-        let complete = newest_complete(store, SessionName { run, session: *session }).await?;
+        let complete = newest_complete(store, SessionName { run, session: *session }, patience).await?;
         continued.extend(complete.map(|at| ContinuedSession { session: *session, attempt: at.attempt, newest: Some(at.step) }));
     }
     Ok(continued)
 }
 
 /// Newest step of a session of which the store has receipts of all ranks.
-async fn newest_complete(store: &Store, session: SessionName) -> Result<Option<SessionStep>> {
+async fn newest_complete(store: &Store, session: SessionName, patience: &Patience) -> Result<Option<SessionStep>> {
     let exchange = SessionExchange::new(store, session);
     for (at, ranks) in exchange.survey(None).await?.steps.iter().rev() {
-        match patiently(async || complete_receipts(&exchange, *at, ranks).await).await {
+        match patience.ask(async || complete_receipts(&exchange, *at, ranks).await).await {
             Ok(Some(_)) => return Ok(Some(*at)),
             Ok(None) => {}
             Err(error) => tracing::warn!(step = at.step, %error, "the receipts of a step cannot be read"),
@@ -199,15 +202,26 @@ async fn newest_complete(store: &Store, session: SessionName) -> Result<Option<S
     Ok(None)
 }
 
-/// Asks again a few times if a host does not answer: without its part, the ranks would agree on an older step.
-async fn patiently<T>(request: impl AsyncFn() -> Result<T>) -> Result<T> {
-    for _ in 0..RETRIES {
-        match request().await {
-            Err(error) if error.kind() == ErrorKind::Storage => tokio::time::sleep(AGAIN).await,
-            answered => return answered,
+/// Asks again, a few times in all, if a host does not answer: without its part, the ranks would agree on an older step.
+struct Patience {
+    left: AtomicU32,
+}
+
+impl Patience {
+    fn new() -> Self {
+        Self { left: AtomicU32::new(RETRIES) }
+    }
+
+    async fn ask<T>(&self, request: impl AsyncFn() -> Result<T>) -> Result<T> {
+        loop {
+            let answer = request().await;
+            let is_silent = answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::Storage);
+            if !is_silent || self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_err() {
+                return answer;
+            }
+            tokio::time::sleep(AGAIN).await;
         }
     }
-    request().await
 }
 
 /// The receipts of a step, if those of all ranks are there. A forged receipt is as good as none. Fails with `Storage` if a host does
@@ -225,7 +239,7 @@ async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &
 
 /// Commits the complete steps that the store has never had, in this process only: those of the session that leads the log, and
 /// of the newest session after it. The log admits only one of the sessions that began after the same entry.
-async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSession]) -> Result<()> {
+async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSession], patience: &Patience) -> Result<()> {
     let (run, log) = (store.history().run().await?, SessionLog::open(store).await?);
     let (opened, unopened): (Vec<&ContinuedSession>, Vec<_>) =
         continued.iter().partition(|session| log.leadership().of(session.session).is_some());
@@ -235,7 +249,7 @@ async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSessi
         let is_wanted = |at: &SessionStep| at.attempt == of.attempt && Some(at.step) <= of.newest;
         let wanted: BTreeMap<&SessionStep, &RankSet> = found.iter().filter(|(at, _)| is_wanted(at)).rev().take(MOST_STEPS).collect();
         for (at, ranks) in wanted {
-            if let Err(error) = patiently(async || commit(store, &exchange, after, of.session, *at, ranks).await).await {
+            if let Err(error) = patience.ask(async || commit(store, &exchange, after, of.session, *at, ranks).await).await {
                 tracing::warn!(step = at.step, %error, "a step in the memory of the hosts cannot be used");
             }
         }
@@ -266,7 +280,7 @@ async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: 
 
 /// Time between attempts to read the memory of the hosts.
 const AGAIN: Duration = Duration::from_millis(500);
-/// Number of attempts to read a step after the first.
-const RETRIES: u32 = 3;
+/// Number of times that a reader of the memory asks again.
+const RETRIES: u32 = 4;
 /// Number of steps of a session, and of committed steps, to offer.
 const MOST_STEPS: usize = 8;

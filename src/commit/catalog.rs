@@ -182,8 +182,8 @@ fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
     for (row, record) in records.iter().enumerate() {
         for (key, value) in summary(record).user {
             if user.len().saturating_mul(records.len()) > MAX_USER_CELLS {
-                let message = "has too many different keys for a table; use the same keys in each save";
-                return Err(Error::limit(format!("user metadata of all snapshots {message}")).clause("log 6"));
+                let message = "the snapshots have too many different keys of user metadata for a catalog; use the same keys in each save";
+                return Err(Error::limit(message).clause("log 6"));
             }
             user.entry(key).or_insert_with(|| vec![None; records.len()])[row] = Some(value);
         }

@@ -149,18 +149,19 @@ pub(crate) async fn forget_among(log: &mut Log, writer: Id, snapshots: &[Id]) ->
         if wanted(log.state()).is_empty() {
             continue;
         }
-        let mut ids = Vec::new();
+        let (mut ids, mut are_gone) = (Vec::new(), false);
         let appended = log.append(writer, |state| {
             // Another process may have pinned or forgotten some since.
             ids = wanted(state);
-            match ids.is_empty() {
+            are_gone = ids.is_empty();
+            match are_gone {
                 true => Err(Error::new(ErrorKind::Conflict, "another process has pinned or forgotten these snapshots")),
                 false => Ok(Event::Forgotten { snapshots: ids.clone() }),
             }
         });
         match appended.await {
             Ok(_) => log.write_catalog_if_due().await,
-            Err(_) if ids.is_empty() => {}
+            Err(_) if are_gone => {}
             Err(error) => return Err(error),
         }
         forgotten.extend(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()));

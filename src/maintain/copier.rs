@@ -85,9 +85,9 @@ impl Copier {
         Ok(wanted.iter().any(|record| there.by_id(record.id).is_none() && lost_link(record, from.state(), there).is_some()))
     }
 
-    /// Copies the snapshots that the destination does not have. Also returns all snapshots that it should have.
+    /// Copies the snapshots that the destination does not have. Also returns what was to be copied.
     #[boxed]
-    pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
+    pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(CopyPlan, CopyReport)> {
         let from = Log::load(source).await?;
         let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         if !plan.missing.is_empty() {
@@ -95,11 +95,11 @@ impl Copier {
             self.open_log(None).await?;
             plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         }
-        let mut report = plan.report(self.log.state());
+        let mut report = plan.report();
         for record in &plan.missing {
             self.copy_snapshot(source, from.state(), record, &mut report).await?;
         }
-        Ok((plan.wanted, report))
+        Ok((plan, report))
     }
 
     /// Copies part i of n of the casks that the destination lacks, each checked there. Commits nothing.
@@ -110,7 +110,7 @@ impl Copier {
         }
         let from = Log::load(source).await?;
         let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        let mut report = plan.report(self.log.state());
+        let mut report = plan.report();
         let destination = self.destination.clone();
         for record in &plan.missing {
             let stored = StoredSnapshot::read(source, record).await?;
@@ -148,8 +148,6 @@ impl Copier {
         let stored = StoredSnapshot::read(source, record).await?;
         let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
-        // Checked again for the commit. What is copied in vain would be in the way of a later copy.
-        check_links(record, state, self.log.state())?;
         let now = destination.objects().clock_ms().await?;
         let mut oldest_ms = now;
         let age = Age::start();
@@ -355,8 +353,9 @@ fn check_links(record: &SnapshotRecord, source: &LogState, there: &LogState) -> 
         SnapshotStatus::Collected => ("collected", "chain 2.8"),
         _ => ("reduced to some roles", "log 4.7"),
     };
-    let message =
-        format!("step {step} needs step {lost}, which the destination has {what}; compact step {step} at the source, and copy again");
+    let message = format!(
+        "step {step} needs step {lost}, which the destination has {what}; compact the steps that need it at the source, and copy again"
+    );
     Err(Error::corrupt(message).clause(clause))
 }
 
@@ -368,17 +367,14 @@ fn lacks_roles(link: &SnapshotRecord, others: [&SnapshotRecord; 2]) -> bool {
     first.iter().any(|role| rest.iter().all(|other| other.contains(role)) && !kept.contains(role))
 }
 
-/// Whether a store has had a snapshot that is no longer live there.
-fn is_gone(state: &LogState, id: Id) -> bool {
-    state.by_id(id).is_some_and(|record| record.status != SnapshotStatus::Live)
-}
-
 /// Snapshots to copy.
-struct CopyPlan {
+pub(super) struct CopyPlan {
     /// Snapshots that the destination should have, in the order of the source.
-    wanted: Vec<SnapshotRecord>,
+    pub wanted: Vec<SnapshotRecord>,
     /// Wanted snapshots that the destination lacks.
     missing: Vec<SnapshotRecord>,
+    /// Wanted steps that are live at the source, and that the destination has forgotten.
+    pub forgotten: Vec<u64>,
 }
 
 impl CopyPlan {
@@ -386,20 +382,19 @@ impl CopyPlan {
         let wanted = snapshots_to_copy(source, from, there, steps)?;
         let missing: Vec<SnapshotRecord> = wanted.iter().filter(|record| there.by_id(record.id).is_none()).cloned().collect();
         check_order(from, there, &missing)?;
-        let is_asked = |record: &&SnapshotRecord| steps.is_some_and(|steps| steps.contains(&record.step));
-        if let Some(gone) = wanted.iter().filter(is_asked).find(|asked| asked.status == SnapshotStatus::Live && is_gone(there, asked.id)) {
-            let message = format!("the destination has forgotten step {}, and never takes it back; copy it into an empty place", gone.step);
-            return Err(Error::new(ErrorKind::Conflict, message).clause("log 4.1"));
-        }
-        Ok(Self { wanted, missing })
+        missing.iter().try_for_each(|record| check_links(record, from, there))?;
+        let is_asked = |record: &&SnapshotRecord| steps.is_none_or(|steps| steps.contains(&record.step));
+        let is_gone = |state| matches!(state, SnapshotStatus::Forgotten | SnapshotStatus::Collected);
+        let live = wanted.iter().filter(|record| record.status == SnapshotStatus::Live).filter(is_asked);
+        let forgotten = live.filter(|record| there.by_id(record.id).is_some_and(|found| is_gone(found.status)));
+        let forgotten = forgotten.map(|record| record.step).collect();
+        Ok(Self { wanted, missing, forgotten })
     }
 
     /// What the destination has before the copy.
-    fn report(&self, there: &LogState) -> CopyReport {
-        let is_forgotten = |wanted: &&SnapshotRecord| wanted.status == SnapshotStatus::Live && is_gone(there, wanted.id);
-        let forgotten = self.wanted.iter().filter(is_forgotten).count();
-        let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(forgotten);
-        CopyReport { present: present as u64, forgotten: forgotten as u64, ..CopyReport::default() }
+    fn report(&self) -> CopyReport {
+        let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(self.forgotten.len());
+        CopyReport { present: present as u64, forgotten: self.forgotten.len() as u64, ..CopyReport::default() }
     }
 }
 

@@ -57,14 +57,22 @@ pub struct CopyReport {
 /// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. Each
 /// cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is resumed by
 /// copying again. With a shard, only copies casks: see [`CopyOptions::shard`].
+///
+/// Fails with `Conflict`, after the others are copied, if the destination has forgotten one of the steps that were asked for.
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
     if let Some((part, of)) = options.shard {
         return copier.copy_shard(source, part, of).await;
     }
-    let (copied, report) = copier.add_missing(source).await?;
-    mirror_status(&mut copier.log, copier.writer, &copied).await?;
-    Ok(report)
+    let (plan, report) = copier.add_missing(source).await?;
+    mirror_status(&mut copier.log, copier.writer, &plan.wanted).await?;
+    match plan.forgotten.first() {
+        Some(step) if options.steps.is_some() => {
+            let message = format!("the destination has forgotten step {step}, and never takes it back; copy it into an empty place");
+            Err(Error::new(ErrorKind::Conflict, message).object(destination.url()).clause("log 4.1"))
+        }
+        _ => Ok(report),
+    }
 }
 
 /// Creates the store `destination`, empty, for the same run as `source`. Does nothing if it exists already.

@@ -84,8 +84,8 @@ impl Mirror {
             if !self.links.contains_key(&record.id) || self.manifest_in_memory(&place).await?.is_none() {
                 match self.copy_link(&place).await {
                     Ok(()) => {}
-                    // No other snapshot may wait for one that cannot be read.
-                    Err(error) if error.kind().is_damaged_object() => {
+                    // No other snapshot may wait for one that cannot be read. Another mirror may lack it because it needs it no more.
+                    Err(error) if error.kind().is_damaged_object() || (self.is_of_store && error.kind() == ErrorKind::NotFound) => {
                         tracing::warn!(%error, "a snapshot is damaged; the mirror does not describe it");
                         continue;
                     }

@@ -175,6 +175,24 @@ async fn a_step_that_the_destination_has_forgotten_is_not_reported_as_present() 
     assert_clean(&destination, &[2]).await;
 }
 
+/// Its base was copied as a link of the chain only.
+#[tokio::test]
+async fn a_repeated_copy_of_a_delta_reports_nothing_as_forgotten() {
+    let source = wrap(Arc::new(InMemory::new()));
+    let destination = wrap(Arc::new(InMemory::new()));
+    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
+    for step in 1..=2 {
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+    }
+    let only = |step| CopyOptions { steps: Some(vec![step]), ..CopyOptions::default() };
+    maintain::copy(&source, &destination, &only(2)).await.unwrap();
+    let again = maintain::copy(&source, &destination, &only(2)).await.unwrap();
+    assert_eq!((again.snapshots, again.present, again.forgotten), (0, 2, 0));
+    assert_eq!(maintain::copy(&source, &destination, &only(1)).await.unwrap_err().kind(), ErrorKind::Conflict);
+    assert_clean(&destination, &[2]).await;
+}
+
 #[tokio::test]
 async fn a_step_that_is_pinned_at_the_destination_stays() {
     let source = wrap(Arc::new(InMemory::new()));

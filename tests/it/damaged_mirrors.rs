@@ -212,7 +212,6 @@ async fn a_damaged_manifest_in_a_mirror_stops_neither_saves_nor_pruning_and_is_c
     hosts.hosts[0].1.prune(hosts.session, at(0, 3)).await.unwrap();
 }
 
-/// Without its catalog, a mirror that was shortened has no log that begins with entry 1. It must not look empty.
 /// Later commits would never reach the mirror otherwise, and the host would save nothing once its memory is full.
 #[tokio::test]
 async fn a_damaged_manifest_in_the_store_does_not_keep_the_log_from_a_mirror() {
@@ -230,6 +229,7 @@ async fn a_damaged_manifest_in_the_store_does_not_keep_the_log_from_a_mirror() {
     assert!(copy.exists());
 }
 
+/// Without its catalog, a mirror that was shortened has no log that begins with entry 1. It must not look empty.
 #[tokio::test]
 async fn a_damaged_catalog_of_a_shortened_mirror_is_an_error_and_is_copied_again() {
     let hosts = two_steps().await;

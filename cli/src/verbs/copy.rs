@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     ));
     if copied.forgotten > 0 {
         text.line(format!(
-            "{} not copied: the destination has forgotten them, and never takes them back; copy into an empty place to have them",
+            "forgotten at the destination, which never takes a step back: {}; copy into an empty place to have them",
             counted(copied.forgotten, "snapshot", "snapshots")
         ));
     }

@@ -307,7 +307,6 @@ fn steps_are_committed_after_one_that_has_waited_too_long() {
     job.assert_clean();
 }
 
-/// Of several steps that were committed since the session began, the newest counts.
 /// All hosts read this object before they encode the step.
 #[test]
 fn a_damaged_parent_in_the_store_costs_one_step() {
@@ -330,6 +329,7 @@ fn a_damaged_parent_in_the_store_costs_one_step() {
     job.assert_holds(3, 1);
 }
 
+/// Of several steps that were committed since the session began, the newest counts.
 #[test]
 fn ranks_agree_on_the_newest_step_of_their_own_session() {
     let job = Job::new().with_peers();

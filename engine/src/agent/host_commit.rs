@@ -232,7 +232,7 @@ impl Committer {
             let first = leading.and_then(|leading| leading.attempts.first());
             let trimmed = self.mirror.shorten_log().await.and_then(|()| {
                 remove_former_replicas(&self.work.run)?;
-                first.map_or(Ok(()), |first| remove_passed(&self.work.run.folder, first.since))
+                first.map_or(Ok(()), |first| remove_passed(&self.work.run.folder, self.work.hosts.session, first.since))
             });
             if let Err(error) = trimmed {
                 tracing::warn!(run = self.work.run.spec.run, %error, "memory of earlier sessions cannot be removed; trying again");

@@ -145,7 +145,7 @@ async fn permanent_failure(copier: &mut Copier, source: &UploadSource, error: &E
     Ok(match error.kind() {
         ErrorKind::Corrupt if is_damaged(&source.store).await? => Some("the snapshot was damaged in memory before it reached the store"),
         ErrorKind::Corrupt if copier.lacks_parents_of(&source.store).await? => {
-            Some("the store no longer has the snapshot that this delta refers to")
+            Some("the store no longer has the whole snapshot that this delta refers to")
         }
         _ if error.is_too_late() => Some("the store has had a part of the snapshot for too long, without a commit"),
         _ => None,
