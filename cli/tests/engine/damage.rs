@@ -77,7 +77,7 @@ fn saves_go_on_after_the_store_has_lost_their_base() {
         save(&mut engine, 3);
         let third = engine.wait(Until::Durable, LONG).unwrap();
         assert!(third.failed && third.failures[0].step == 3, "{third:?}");
-        assert!(third.failures[0].message.contains("no longer has the snapshot that this delta refers to"), "{third:?}");
+        assert!(third.failures[0].message.contains("no longer has the whole snapshot that this delta refers to"), "{third:?}");
         for step in 4..=5 {
             save(&mut engine, step);
             assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
