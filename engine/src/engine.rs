@@ -375,9 +375,8 @@ impl Engine {
         }
         let found: Vec<Loadable> = self.loadable()?.into_iter().take(MOST_OFFERED).collect();
         let snapshots = found.iter().filter_map(|found| Some((found.step, found.snapshot?))).collect();
-        let steps = found.into_iter().map(|found| found.step).collect();
         Ok(RankOffer {
-            steps,
+            steps: found.into_iter().map(|found| found.step).collect(),
             snapshots,
             after: notes_of(self).and_then(|notes| notes.after),
             attempt: self.arena.attempts.current(current_session(self.arena.arena().map(Arc::as_ref), &self.session)?),
@@ -545,8 +544,8 @@ fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restore
 fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: Duration) -> Result<Option<Vec<RankOffer>>> {
     let spec = &engine.session.spec;
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
-    let round = Round { name, rank: engine.options.rank, world: engine.options.world };
-    engine.runtime.block_on(exchange_offers(&engine.run, hosts, &others, &round, offer, timeout)).map(Some)
+    let (run, round) = (&engine.run, Round { name, rank: engine.options.rank, world: spec.world });
+    engine.runtime.block_on(exchange_offers(run, hosts, &others, &round, offer, timeout)).map(Some)
 }
 
 /// Notes of this host about its session, if the run is on many hosts.

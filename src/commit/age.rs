@@ -46,4 +46,9 @@ impl Age {
         )
         .clause(TOO_LATE))
     }
+
+    /// Like [`check`](Self::check), with advice for an object that an earlier attempt has left.
+    pub(crate) fn check_leftover(&self, floor: Duration, advice: &str) -> Result<()> {
+        self.check(floor).map_err(|e| Error::new(e.kind(), format!("{}; {advice}", e.message())).clause(TOO_LATE).source(e))
+    }
 }

@@ -28,8 +28,8 @@ pub(crate) const CATALOG_INTERVAL: u64 = 64;
 /// Limit on the user metadata of all snapshots, as text. More does not fit columns with 32-bit offsets and slows
 /// opening down.
 const MAX_USER_BYTES: usize = 1 << 28;
-/// Limit on the number of snapshots times the number of their different keys of user metadata. Each takes 32 bytes while the
-/// table is made.
+/// Limit on the number of snapshots times the number of their different keys of user metadata: the values that are in memory while
+/// the table is made.
 const MAX_USER_CELLS: usize = 1 << 22;
 /// Column of snapshots in log entries. Older catalogs lack it.
 const INLINE_COLUMN: &str = "inline";
@@ -384,7 +384,12 @@ fn null(name: &str, row: usize) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use serde_json::{Map, Value};
+
+    use super::super::{SnapshotRecord, SnapshotStatus, Summary};
+    use super::table;
+    use crate::ErrorKind;
+    use crate::wire::{Digest, Id};
 
     fn with_user(row: u64, key: String) -> SnapshotRecord {
         let user = Map::from_iter([(key, Value::from(1))]);

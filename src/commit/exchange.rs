@@ -116,7 +116,11 @@ fn path_of(round: &str, rank: u32) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use serde::Deserialize;
+
+    use super::{RankExchange, RankOffer};
+    use crate::wire::Id;
+    use crate::{ErrorKind, Store};
 
     fn offer(snapshots: &[(u64, Id)]) -> RankOffer {
         RankOffer { steps: vec![30, 20], snapshots: snapshots.iter().copied().collect(), after: None, attempt: Some(1) }

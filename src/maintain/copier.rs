@@ -20,7 +20,7 @@ use crate::chain::chain_of;
 use crate::commit::{
     Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, read_inline, read_manifest, read_manifest_bytes, refuse_features,
 };
-use crate::error::{ResultExt, TOO_LATE};
+use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, saves_inline};
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
@@ -193,10 +193,8 @@ impl Copier {
         let mut repaired = false;
         loop {
             let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |there| {
-                age.check(self.options.age_floor).map_err(|e| {
-                    let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
-                    Error::new(e.kind(), format!("{}{advice}", e.message())).clause(TOO_LATE).source(e)
-                })?;
+                let advice = "if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
+                age.check_leftover(self.options.age_floor, advice)?;
                 if there.last_writer.is_some_and(|last| last.writer != writer) {
                     return Err(fenced());
                 }
@@ -391,7 +389,7 @@ impl CopyPlan {
         Ok(Self { wanted, missing, forgotten })
     }
 
-    /// What the destination has before the copy.
+    /// Counts what the destination has before the copy.
     fn report(&self) -> CopyReport {
         let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(self.forgotten.len());
         CopyReport { present: present as u64, forgotten: self.forgotten.len() as u64, ..CopyReport::default() }

@@ -16,7 +16,7 @@ use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
-use crate::error::{ResultExt, TOO_LATE};
+use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
 use crate::{Error, ErrorKind, Result, Store, boxed};
@@ -173,10 +173,7 @@ async fn reduce(
     let parent = manifest.parent.as_ref().map(|parent| parent.snapshot);
     let kept: Vec<String> = manifest.content.keys().cloned().collect();
     log.append(Id::random()?, |state| {
-        age.check(options.age_floor).map_err(|e| {
-            let advice = "; if an earlier reduction left it, run `tensorcask gc --apply` first";
-            Error::new(e.kind(), format!("{}{advice}", e.message())).clause(TOO_LATE).source(e)
-        })?;
+        age.check_leftover(options.age_floor, "if an earlier reduction left it, run `tensorcask gc --apply` first")?;
         check_unchanged(state, &record)?;
         if let Some(reason) = reason_to_hold(state, &record, roles) {
             return Err(Error::new(ErrorKind::Conflict, format!("step {} cannot be reduced any more: {reason}", record.step)));

@@ -9,7 +9,7 @@ use object_store::path::Path;
 use tensorcask::maintain::{self, CompactOptions, Copier, CopyOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{ErrorKind, Latest, Policy, Slice, Store};
+use tensorcask::{ErrorKind, Latest, Policy, Slice, Store, Writer};
 
 /// A store with a base of each step.
 async fn source(steps: &[u64]) -> Store {
@@ -21,9 +21,23 @@ async fn source(steps: &[u64]) -> Store {
 async fn add(store: &Store, steps: &[u64]) {
     let mut writer = store.writer(Policy::Full).await.unwrap();
     for &step in steps {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+        save(&mut writer, step).await;
     }
+}
+
+async fn save(writer: &mut Writer, step: u64) {
+    let state = SmallState::at(step);
+    writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+}
+
+/// A store with a base of step 1, and deltas on it up to this step.
+async fn with_deltas(last: u64) -> (Store, Writer) {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Intermittent { every: 10 }).await.unwrap();
+    for step in 1..=last {
+        save(&mut writer, step).await;
+    }
+    (store, writer)
 }
 
 async fn assert_clean(store: &Store, steps: &[u64]) {
@@ -116,8 +130,7 @@ async fn a_reduced_delta_is_copied_with_its_chain() {
     let source = wrap(Arc::new(InMemory::new()));
     let mut writer = source.writer(Policy::Intermittent { every: 3 }).await.unwrap();
     for step in 1..=7 {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+        save(&mut writer, step).await;
     }
     let model = ["model".to_owned()];
     maintain::keep_roles(&source, &[1, 2, 3], &model, &CompactOptions::default()).await.unwrap();
@@ -133,16 +146,7 @@ async fn a_reduced_delta_is_copied_with_its_chain() {
 /// A delta would pass, and its optimizer state could not be read.
 #[tokio::test]
 async fn a_delta_is_not_copied_onto_a_snapshot_that_the_destination_has_reduced() {
-    let source = wrap(Arc::new(InMemory::new()));
-    let destination = wrap(Arc::new(InMemory::new()));
-    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
-    let save = async |writer: &mut tensorcask::Writer, step: u64| {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
-    };
-    for step in 1..=3 {
-        save(&mut writer, step).await;
-    }
+    let ((source, mut writer), destination) = (with_deltas(3).await, wrap(Arc::new(InMemory::new())));
     maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
     maintain::compact(&destination, 3, &CompactOptions::default()).await.unwrap();
     destination.forget(&[2]).await.unwrap();
@@ -178,13 +182,7 @@ async fn a_step_that_the_destination_has_forgotten_is_not_reported_as_present() 
 /// Its base was copied as a link of the chain only.
 #[tokio::test]
 async fn a_repeated_copy_of_a_delta_reports_nothing_as_forgotten() {
-    let source = wrap(Arc::new(InMemory::new()));
-    let destination = wrap(Arc::new(InMemory::new()));
-    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
-    for step in 1..=2 {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
-    }
+    let ((source, _), destination) = (with_deltas(2).await, wrap(Arc::new(InMemory::new())));
     let only = |step| CopyOptions { steps: Some(vec![step]), ..CopyOptions::default() };
     maintain::copy(&source, &destination, &only(2)).await.unwrap();
     let again = maintain::copy(&source, &destination, &only(2)).await.unwrap();
@@ -195,13 +193,7 @@ async fn a_repeated_copy_of_a_delta_reports_nothing_as_forgotten() {
 
 #[tokio::test]
 async fn a_step_that_is_pinned_at_the_destination_stays() {
-    let source = wrap(Arc::new(InMemory::new()));
-    let destination = wrap(Arc::new(InMemory::new()));
-    let mut writer = source.writer(Policy::Intermittent { every: 10 }).await.unwrap();
-    for step in 1..=2 {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
-    }
+    let ((source, _), destination) = (with_deltas(2).await, wrap(Arc::new(InMemory::new())));
     maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
     destination.pin(1).await.unwrap();
     source.forget(&[1]).await.unwrap();
@@ -218,8 +210,7 @@ async fn a_refused_consolidation_stops_no_job() {
     let (from, job) = (source(&[1]).await, wrap(Arc::new(InMemory::new())));
     let mut writer = job.writer(Policy::Full).await.unwrap();
     for step in 2..=3 {
-        let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+        save(&mut writer, step).await;
         let error = maintain::consolidate(&from, &job, 1, &CompactOptions::default()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
