@@ -1,6 +1,9 @@
-//! Age of the objects of an unfinished commit. Garbage collection must not delete them as unreferenced.
+//! Age of the objects of an unfinished commit, which garbage collection must not delete as unreferenced, and of answers of
+//! the storage.
 
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
 
 use crate::error::TOO_LATE;
 use crate::{Error, ErrorKind, Result};
@@ -8,7 +11,7 @@ use crate::{Error, ErrorKind, Result};
 /// Default age floor: garbage collection deletes unreferenced objects that are older.
 pub(crate) const DEFAULT_AGE_FLOOR: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Age of the oldest object that a commit will name.
+/// Age of the oldest object that a commit will name, or of an answer of the storage.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Age {
     before: Duration,
@@ -27,11 +30,15 @@ impl Age {
         Self { before, ..self }
     }
 
+    /// Takes the larger of two clocks, because one of them may stop while the machine is suspended.
+    pub(crate) fn elapsed(&self) -> Duration {
+        let by_clock = self.started_by_clock.elapsed().unwrap_or_default();
+        self.before.saturating_add(self.started.elapsed().max(by_clock))
+    }
+
     /// Refuses a commit later than half the age floor. The other half is the safety margin of garbage collection.
     pub(crate) fn check(&self, floor: Duration) -> Result<()> {
-        // Takes the larger of two clocks, because one of them may stop while the machine sleeps.
-        let by_clock = self.started_by_clock.elapsed().unwrap_or_default();
-        let age = self.before.saturating_add(self.started.elapsed().max(by_clock));
+        let age = self.elapsed();
         if age <= floor / 2 {
             return Ok(());
         }

@@ -2,7 +2,7 @@
 //!
 //! A writer may live for days. Meanwhile people delete the folder, move it away, restore a backup over it, or lose
 //! single objects. An entry created in such a store would be acknowledged, but no reader would ever find it. A writer
-//! therefore checks four things, at most one round trip before it creates the entry:
+//! therefore checks four things right before it creates the entry:
 //!
 //! - `store.json` exists and names the same run.
 //! - The last entry that the writer knows exists and has the known digest. Entries name the digests of their

@@ -5,7 +5,9 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::store_file::read_store_file;
-use super::{CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotRecord, SnapshotStatus, Stale, Standing, Summary, now_ms, read_manifest};
+use super::{
+    Age, CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotRecord, SnapshotStatus, Stale, Standing, Summary, now_ms, read_manifest,
+};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, InlineSnapshot, LogEntry, StoreFile};
@@ -50,6 +52,8 @@ const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 /// Time after which no further attempt begins. Each attempt includes the retries and timeouts of the object store.
 const DEADLINE: Duration = Duration::from_secs(120);
+/// Time after which the store is compared again before an entry is created.
+const CONFIRMED: Duration = Duration::from_secs(120);
 
 /// Snapshots whose manifests are damaged, with their errors.
 #[must_use]
@@ -160,8 +164,8 @@ impl Log {
         Ok(true)
     }
 
-    /// Commits the event that `decide` derives from the current state. If other writers commit first, decides again on
-    /// the new state. Returns a `Conflict` if the store has been replaced.
+    /// Commits the event that `decide` derives from the current state. Decides again right before the commit, and on the new
+    /// state if other writers commit first. Returns a `Conflict` if the store has been replaced.
     pub(crate) async fn append(&mut self, writer: Id, decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
         match self.append_relying_on(&[], None, writer, decide).await? {
             Appended::Committed(sequence) => Ok(sequence),
@@ -179,11 +183,20 @@ impl Log {
         writer: Id,
         mut decide: impl FnMut(&LogState) -> Result<Event>,
     ) -> Result<Appended> {
-        let mut confirmed = false;
+        let mut confirmed: Option<Age> = None;
         loop {
             refuse_features(self.store_file.may_ignore())?;
             refuse_features(&self.state.may_ignore)?;
-            let event = decide(&self.state)?;
+            let mut event = decide(&self.state)?;
+            if confirmed.is_none_or(|confirmed| confirmed.elapsed() > CONFIRMED) {
+                let asked = Age::start();
+                if let Standing::Stale(stale) = self.confirm(needs).await? {
+                    return Ok(Appended::Refused(stale));
+                }
+                confirmed = Some(asked);
+                // The comparison may have taken long, and the process may have been suspended. Decisions check the age of objects.
+                event = decide(&self.state)?;
+            }
             let sequence = self.state.next_sequence()?;
             let token = Id::random()?;
             let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
@@ -200,10 +213,6 @@ impl Log {
                 );
                 Error::new(ErrorKind::Conflict, message).source(e)
             })?;
-            if !confirmed && let Standing::Stale(stale) = self.confirm(needs).await? {
-                return Ok(Appended::Refused(stale));
-            }
-            confirmed = true;
             match self.write_entry(sequence, token, bytes.clone()).await? {
                 Attempt::Ours => {
                     self.state.apply(&entry, digest)?;

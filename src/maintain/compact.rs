@@ -11,12 +11,14 @@ use std::time::Duration;
 
 use super::rewrite::Rewriter;
 use crate::codec::Objective;
-use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
+use crate::commit::{
+    Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features,
+};
 use crate::container::CaskEncoder;
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
-use crate::{Error, ErrorKind, Result, StepSelector, Store, boxed};
+use crate::{Error, ErrorKind, Result, StepSelector, Store};
 
 /// Options of a compaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,31 +86,42 @@ pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &Compa
     let mut manifest = snapshot.manifest().clone();
     manifest.casks = Rewriter::new(store, &snapshot, options, &|_| true).rewrite().await?;
     (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
-    let (path, digest) = put_manifest(store, &record, &manifest).await?;
-    let sequence = log
-        .append(Id::random()?, |state| {
-            age.check(options.age_floor)?;
-            check_unchanged(state, &record)?;
-            Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })
-        })
-        .await
-        .in_object(path)?;
-    log.write_catalog_if_due().await;
+    let sequence = commit_manifest(store, &mut log, &record, &manifest, |state, digest| {
+        age.check(options.age_floor)?;
+        check_unchanged(state, &record)?;
+        Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })
+    })
+    .await?;
     let stored_bytes = manifest.stored_bytes();
     tracing::info!(step = record.step, snapshot = %record.id, links = chain.len(), bytes = stored_bytes, "compacted");
     let record = log.state().by_id(record.id).cloned().unwrap_or(record);
     Ok(Compacted { record, sequence: Some(sequence), links: chain.len(), chain_bytes, stored_bytes })
 }
 
-/// Writes the new manifest of a snapshot and returns its path and digest.
-#[boxed]
-pub(super) async fn put_manifest(store: &Store, record: &SnapshotRecord, manifest: &Manifest) -> Result<(String, Digest)> {
+/// Writes the new manifest of a snapshot and commits the event that `decide` derives from its digest. Returns the number of
+/// the log entry.
+pub(super) async fn commit_manifest(
+    store: &Store,
+    log: &mut Log,
+    record: &SnapshotRecord,
+    manifest: &Manifest,
+    mut decide: impl FnMut(&LogState, Digest) -> Result<Event>,
+) -> Result<u64> {
     let (bytes, digest) = manifest.encode()?;
     Manifest::decode(&bytes, store.limits())
         .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
     let path = Manifest::path_of_compacted(record.step, record.id, digest);
+    let mut needs = vec![Need { path: path.clone(), bytes: Some(bytes.len() as u64) }];
+    needs.extend(Need::of(manifest));
     store.objects().create_unique(&path, bytes.into()).await?;
-    Ok((path, digest))
+    let appended = log.append_relying_on(&needs, None, Id::random()?, |state| decide(state, digest));
+    match appended.await.in_object(path)? {
+        Appended::Committed(sequence) => {
+            log.write_catalog_if_due().await;
+            Ok(sequence)
+        }
+        Appended::Refused(stale) => Err(stale.error),
+    }
 }
 
 /// Refuses to commit if the snapshot changed since it was read.

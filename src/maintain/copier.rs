@@ -148,9 +148,9 @@ impl Copier {
         let stored = StoredSnapshot::read(source, record).await?;
         let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
+        let age = Age::start();
         let now = destination.objects().clock_ms().await?;
         let mut oldest_ms = now;
-        let age = Age::start();
         let is_base = record.parent.is_none();
         let payload = match stored.fits_inline(destination) {
             true => Some(stored.payload(is_base, destination.limits()).await?),

@@ -6,14 +6,15 @@
 //! storage.
 //!
 //! Invariants: it is a dry run by default. An object is deleted only if two listings, with a refresh of the log between
-//! them, agree that nothing needs it. Objects that name others are deleted after them.
+//! them, agree that nothing needs it, and if it is still old right before its deletion. Objects that name others are
+//! deleted after them.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::mark::{History, Marks};
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
+use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::store::{Listed, Work, concurrently};
 use crate::wire::{Event, Id, lasting_folders};
 use crate::{Result, Store, boxed};
@@ -85,6 +86,8 @@ impl GcReport {
 const MAX_COLLECTED: usize = 10_000;
 /// Number of concurrent delete requests.
 const CONCURRENT_DELETES: usize = 16;
+/// Time after which the answer about an object's age is out of date. Longer than a request takes with all its retries.
+const MAX_ANSWER_AGE: Duration = Duration::from_secs(600);
 /// Folders of the objects of snapshots and of the messages of ranks, in the order of deletion: objects that name others go
 /// last.
 const FOLDERS: [&str; 5] = ["casks", "directories", "snapshots", "receipts", "offers"];
@@ -136,22 +139,47 @@ pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
         refuse_features(&history.state().may_ignore)?;
         marks.add(store, &history.named, &history.needed()).await?;
         ripe_now.retain(|listed| again.contains(&(listed.path.clone(), listed.modified_ms)) && ripe(listed, &marks));
-        let work = Mutex::new(Work::plan(store, ripe_now.len() as u64));
-        for folder in FOLDERS {
-            let of_folder = ripe_now.iter().filter(|listed| listed.path.split('/').next() == Some(folder));
-            let delete = |path: &str| {
-                let (path, work) = (path.to_owned(), &work);
-                async move {
-                    store.objects().delete(&path).await?;
-                    work.lock().unwrap_or_else(PoisonError::into_inner).add(1);
-                    Ok(())
-                }
-            };
-            concurrently(CONCURRENT_DELETES, of_folder.map(|listed| delete(&listed.path))).await.map(|_: Vec<()>| ())?;
-        }
+        ripe_now = delete(store, ripe_now, threshold).await?;
     }
     report.deleted = ripe_now.into_iter().map(Deletable::of).collect();
     Ok(report)
+}
+
+/// Deletes objects, folder by folder. Returns those that are gone; the others were written anew since they were listed.
+#[boxed]
+async fn delete(store: &Store, objects: Vec<Listed>, threshold: u64) -> Result<Vec<Listed>> {
+    let work = Mutex::new(Work::plan(store, objects.len() as u64));
+    let delete = |listed: Listed| {
+        let work = &work;
+        async move {
+            let is_gone = delete_if_old(store, &listed.path, threshold).await?;
+            work.lock().unwrap_or_else(PoisonError::into_inner).add(1);
+            Ok(is_gone.then_some(listed))
+        }
+    };
+    let mut gone = Vec::new();
+    for folder in FOLDERS {
+        let of_folder = objects.iter().filter(|listed| listed.path.split('/').next() == Some(folder));
+        gone.extend(concurrently(CONCURRENT_DELETES, of_folder.cloned().map(delete)).await?.into_iter().flatten());
+    }
+    Ok(gone)
+}
+
+/// Deletes an object, unless it was modified after `threshold`. Returns whether it is gone.
+///
+/// Copies and reductions give a cask the same name each time. While this process was suspended, another collection may
+/// have deleted the cask, and a copy may have written it again.
+async fn delete_if_old(store: &Store, path: &str, threshold: u64) -> Result<bool> {
+    loop {
+        let asked = Age::start();
+        match store.objects().head_if_present(path).await? {
+            Some(found) if found.modified_ms > threshold => return Ok(false),
+            // An older answer says nothing: the process may have been suspended before it read the answer.
+            Some(_) if asked.elapsed() > MAX_ANSWER_AGE => {}
+            Some(_) => return store.objects().delete(path).await.map(|()| true),
+            None => return Ok(true),
+        }
+    }
 }
 
 #[boxed]

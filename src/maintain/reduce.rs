@@ -12,13 +12,12 @@ use std::time::Duration;
 
 use super::CompactOptions;
 use super::cask_copy::present;
-use super::compact::{check_unchanged, put_manifest};
+use super::compact::{check_unchanged, commit_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
-use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, check_content};
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
+use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, SnapshotKind, blob_slot};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Result of the reduction of one snapshot.
@@ -169,10 +168,9 @@ async fn reduce(
     manifest.tensor_bytes = Directory::decode(directory.clone().into(), digest, store.limits())?.tensor_bytes();
     manifest.time_ms = now_ms();
     store.objects().put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
-    let (path, digest) = put_manifest(store, &record, &manifest).await?;
     let parent = manifest.parent.as_ref().map(|parent| parent.snapshot);
     let kept: Vec<String> = manifest.content.keys().cloned().collect();
-    log.append(Id::random()?, |state| {
+    commit_manifest(store, log, &record, &manifest, |state, digest| {
         age.check_leftover(options.age_floor, "if an earlier reduction left it, run `tensorcask gc --apply` first")?;
         check_unchanged(state, &record)?;
         if let Some(reason) = reason_to_hold(state, &record, roles) {
@@ -180,9 +178,7 @@ async fn reduce(
         }
         Ok(Event::Compacted { snapshot: record.id, parent, manifest: digest, roles: Some(kept.clone()) })
     })
-    .await
-    .in_object(path)?;
-    log.write_catalog_if_due().await;
+    .await?;
     tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
     let record = log.state().by_id(record.id).cloned().unwrap_or(record);
     Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None, hold: Hold::Brief })

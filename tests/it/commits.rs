@@ -1,7 +1,8 @@
 //! Commits: races, fencing, unknown outcomes, and retention while a writer runs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::common::{SmallState, wrap};
 use object_store::memory::InMemory;
@@ -342,6 +343,29 @@ async fn an_outcome_that_stays_unknown_stops_the_writer_and_deletes_nothing() {
     let mut next = store.writer(Policy::Consecutive).await.unwrap();
     save(&mut next, 3).await.unwrap();
     assert_clean(&store).await;
+}
+
+/// A process may sleep, or wait for the storage, between its last object and the commit.
+#[tokio::test(start_paused = true)]
+async fn a_commit_checks_the_age_of_its_objects_after_it_has_waited_for_the_store() {
+    const WAIT: Duration = Duration::from_secs(60);
+    let memory = Arc::new(InMemory::new());
+    let is_slow = Arc::new(AtomicBool::new(false));
+    let slow = is_slow.clone();
+    let store = wrap(Arc::new(FaultStore::new(memory.clone(), move |operation, _| match operation {
+        Operation::List if slow.load(Ordering::SeqCst) => Fault::Slow(WAIT),
+        _ => Fault::None,
+    })));
+    let options = WriterOptions { age_floor: WAIT, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    is_slow.store(true, Ordering::SeqCst);
+    let error = save(&mut writer, 2).await.unwrap_err();
+    assert!(error.is_too_late(), "{error}");
+    is_slow.store(false, Ordering::SeqCst);
+    save(&mut writer, 2).await.unwrap();
+    assert_eq!(store.history().entries().await.unwrap().len(), 3);
+    assert_clean(&wrap(memory)).await;
 }
 
 #[tokio::test]

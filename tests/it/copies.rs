@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use crate::common::{SmallState, wrap};
+use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
-use tensorcask::maintain::{self, CompactOptions, Copier, CopyOptions, VerifyOptions};
+use tensorcask::maintain::{self, CompactOptions, Copier, CopyOptions, GcOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
 use tensorcask::{ErrorKind, Latest, Policy, Slice, Store, Writer};
@@ -255,18 +257,47 @@ async fn an_old_cask_of_an_interrupted_reduction_is_not_used_again() {
     maintain::copy(&store, &twin, &CopyOptions::default()).await.unwrap();
     maintain::keep_roles(&twin, &[1], &model, &CompactOptions::default()).await.unwrap();
     std::fs::create_dir_all(folder.path().join("run/casks")).unwrap();
-    let floor = CompactOptions::default().age_floor;
     for cask in std::fs::read_dir(folder.path().join("twin/casks")).unwrap() {
         let cask = cask.unwrap();
         let left = folder.path().join("run/casks").join(cask.file_name());
         std::fs::copy(cask.path(), &left).unwrap();
-        let file = std::fs::File::options().write(true).open(left).unwrap();
-        file.set_modified(file.metadata().unwrap().modified().unwrap() - floor).unwrap();
+        make_old(&left);
     }
     let error = maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap_err();
     assert!(error.is_too_late(), "{error}");
-    maintain::gc(&store, &maintain::GcOptions { apply: true, ..maintain::GcOptions::default() }).await.unwrap();
+    maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
     maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap();
     assert_weights_only(&store, 1).await;
     assert_clean(&store, &[1, 2]).await;
+}
+
+/// Copies and reductions give a cask the same name each time.
+#[tokio::test]
+async fn a_cask_that_is_written_anew_after_gc_has_listed_it_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let cask = |name: &str| folder.path().join("casks").join(name);
+    let (old, anew) = (cask("00000000000000000000000000000000.cask"), cask("11111111111111111111111111111111.cask"));
+    let written = anew.clone();
+    let files = FaultStore::new(Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap()), move |operation, path| {
+        if operation == Operation::Head && written.ends_with(path.filename().unwrap_or_default()) {
+            std::fs::write(&written, b"written anew").unwrap();
+        }
+        Fault::None
+    });
+    let store = wrap(Arc::new(files));
+    add(&store, &[1]).await;
+    for path in [&old, &anew] {
+        std::fs::write(path, b"left over").unwrap();
+        make_old(path);
+    }
+    let report = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
+    let deleted: Vec<&str> = report.deleted.iter().map(|object| object.path.as_str()).collect();
+    assert_eq!(deleted, ["casks/00000000000000000000000000000000.cask"]);
+    assert!(!old.exists() && anew.exists());
+}
+
+/// Sets the time of last modification back to before the default age floor.
+fn make_old(path: &std::path::Path) {
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() - 2 * GcOptions::default().age_floor).unwrap();
 }

@@ -13,9 +13,9 @@ use crate::common::{Layers, wrap};
 /// Layers of a state of several windows: three with two threads, fewer with more threads.
 const SEVERAL_WINDOWS: usize = 50;
 
-/// A store that takes an hour for each part of an upload, by the paused clock.
+/// A store that takes five minutes for each part of an upload, by the paused clock.
 fn slow() -> Store {
-    let decide = |operation, _: &_| if operation == Operation::Part { Fault::Slow(Duration::from_secs(3600)) } else { Fault::None };
+    let decide = |operation, _: &_| if operation == Operation::Part { Fault::Slow(Duration::from_secs(300)) } else { Fault::None };
     wrap(Arc::new(FaultStore::new(Arc::new(InMemory::new()), decide)))
 }
 
