@@ -1,5 +1,5 @@
-//! Age of the objects of an unfinished commit, which garbage collection must not delete as unreferenced, and of answers of
-//! the storage.
+//! Age of the objects of an unfinished commit, and of answers of the storage. Garbage collection must not delete those
+//! objects as unreferenced.
 
 use std::time::{Duration, SystemTime};
 
@@ -30,7 +30,7 @@ impl Age {
         Self { before, ..self }
     }
 
-    /// Takes the larger of two clocks, because one of them may stop while the machine is suspended.
+    /// Returns the age now, by the faster of two clocks: one of them may stop while the machine is suspended.
     pub(crate) fn elapsed(&self) -> Duration {
         let by_clock = self.started_by_clock.elapsed().unwrap_or_default();
         self.before.saturating_add(self.started.elapsed().max(by_clock))

@@ -145,7 +145,7 @@ pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
     Ok(report)
 }
 
-/// Deletes objects, folder by folder. Returns those that are gone; the others were written anew since they were listed.
+/// Deletes objects, folder by folder. Returns the objects that are gone. The others were written again since the listing.
 #[boxed]
 async fn delete(store: &Store, objects: Vec<Listed>, threshold: u64) -> Result<Vec<Listed>> {
     let work = Mutex::new(Work::plan(store, objects.len() as u64));
