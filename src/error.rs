@@ -21,6 +21,8 @@ pub enum ErrorKind {
     OutcomeUnknown,
     /// The caller passed data that cannot be stored or read.
     InvalidArgument,
+    /// A stored state cannot fill the caller's tensors: names, shapes or types differ. The step exists.
+    Template,
     /// The data is well-formed, but this version or build cannot handle it.
     Unsupported,
     /// A declared size or count is beyond [`Limits`](crate::Limits).
@@ -46,6 +48,7 @@ impl ErrorKind {
             Self::Fenced => "fenced",
             Self::OutcomeUnknown => "outcome_unknown",
             Self::InvalidArgument => "invalid_argument",
+            Self::Template => "template",
             Self::Unsupported => "unsupported",
             Self::LimitExceeded => "limit_exceeded",
             Self::UnsafeStore => "unsafe_store",
@@ -112,6 +115,8 @@ impl Error {
         not_found => NotFound,
         /// Creates an [`ErrorKind::InvalidArgument`] error.
         invalid => InvalidArgument,
+        /// Creates an [`ErrorKind::Template`] error.
+        template => Template,
         /// Creates an [`ErrorKind::Unsupported`] error.
         unsupported => Unsupported,
         /// Creates an [`ErrorKind::LimitExceeded`] error.

@@ -430,8 +430,8 @@ impl Engine {
     }
 
     /// Restores parts of the named tensors, for a job with another number of ranks. Passes over a raw state that does
-    /// not have exactly these parts; reads only the needed bytes of a snapshot. Fails with `InvalidArgument` if a
-    /// tensor has another shape.
+    /// not have exactly these parts; reads only the needed bytes of a snapshot. Fails with `Template` if a
+    /// step is there and has another shape of a tensor, or none of its name.
     pub fn restore_parts(&self, at: impl Into<StepSelector>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
         search(self, RestoreRequest::new(at.into(), Wanted::Parts(parts)))
     }

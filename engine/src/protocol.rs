@@ -208,7 +208,8 @@ impl Reply {
 
 fn kind_of(name: &str) -> ErrorKind {
     use ErrorKind::*;
-    let kinds = [Corrupt, NotFound, Conflict, Fenced, OutcomeUnknown, InvalidArgument, Unsupported, LimitExceeded, UnsafeStore, Storage];
+    let kinds =
+        [Corrupt, NotFound, Conflict, Fenced, OutcomeUnknown, InvalidArgument, Template, Unsupported, LimitExceeded, UnsafeStore, Storage];
     kinds.into_iter().find(|kind| kind.name() == name).unwrap_or(Storage)
 }
 

@@ -18,7 +18,7 @@ use crate::known_tiers::KnownTiers;
 use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
 use crate::restore_request::{RestoreRequest, Wanted};
-use crate::restored::{Restored, Source};
+use crate::restored::{PassedOver, Restored, Source};
 use crate::run_spec::RunSpec;
 use crate::tier_query::{newest_step, query_tier, restorable_snapshots, restore_order};
 
@@ -51,19 +51,26 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     if let Some(found) = find_in_tiers(places, &stores, request).await? {
         return Ok(found);
     }
-    // Damage explains more than another snapshot than the agreed one, that more than another failure, and that more than "not
-    // found".
-    let place_of = |is_cause: fn(ErrorKind) -> bool| request.passed_over.iter().position(|passed| is_cause(passed.error.kind()));
-    let worst = place_of(|kind| kind == ErrorKind::Corrupt)
-        .or_else(|| place_of(|kind| kind == ErrorKind::Conflict))
-        .or_else(|| place_of(|kind| kind != ErrorKind::NotFound));
-    Err(match (worst.map(|at| request.passed_over.swap_remove(at).error), request.at) {
+    Err(match (take_worst(&mut request.passed_over), request.at) {
         (Some(error), _) => error,
         (None, StepSelector::Step(step)) => {
             Error::not_found(format!("step {step} is neither in memory nor in a tier")).object(&places.spec.run)
         }
         (None, StepSelector::Latest) => Error::not_found("no step has been saved yet").object(&places.spec.run),
     })
+}
+
+/// Takes the error that explains most. Damage explains more than another snapshot than the agreed one, that more than a
+/// snapshot that cannot fill the caller's tensors, and that more than another failure. A raw state may lack tensors that a
+/// snapshot has. "Not found" means that there is no step at all, so it counts only if there is nothing else.
+fn take_worst(passed_over: &mut Vec<PassedOver>) -> Option<Error> {
+    let place_of = |is_cause: fn(&PassedOver) -> bool| passed_over.iter().position(is_cause);
+    let worst = place_of(|passed| passed.error.kind() == ErrorKind::Corrupt)
+        .or_else(|| place_of(|passed| passed.error.kind() == ErrorKind::Conflict))
+        .or_else(|| place_of(|passed| passed.error.kind() == ErrorKind::Template && passed.source != Source::Slot))
+        .or_else(|| place_of(|passed| !matches!(passed.error.kind(), ErrorKind::NotFound | ErrorKind::Template)))
+        .or_else(|| place_of(|passed| passed.error.kind() == ErrorKind::Template));
+    worst.map(|at| passed_over.swap_remove(at).error)
 }
 
 async fn find_in_memory<'a>(

@@ -41,7 +41,7 @@ impl Wanted<'_> {
                     "the raw state of this rank does not hold the part with offset {:?} and shape {:?} of shape {shape:?}",
                     rect.offset, rect.shape
                 );
-                Err(Error::not_found(message).tensor(name))
+                Err(Error::template(message).tensor(name))
             }
             None => Ok(found),
         }
@@ -57,13 +57,13 @@ impl Wanted<'_> {
         let Self::Parts(parts) = self else { return Ok(numbered.map(whole).collect()) };
         let mut by_name: HashMap<_, _> = numbered.map(|(stored, tensor)| (tensor.name.clone(), (stored, tensor))).collect();
         let part = |(name, Part { shape, rect }): (&String, &Part)| {
-            let (stored, tensor) = by_name.remove(name).ok_or_else(|| Error::not_found("the snapshot has no such tensor").tensor(name))?;
+            let (stored, tensor) = by_name.remove(name).ok_or_else(|| Error::template("the snapshot has no such tensor").tensor(name))?;
             if *shape != tensor.shape || !rect.fits(shape) {
                 let message = format!(
                     "the snapshot has shape {:?}; wanted is the part with offset {:?} and shape {:?} of shape {shape:?}",
                     tensor.shape, rect.offset, rect.shape
                 );
-                return Err(Error::invalid(message).tensor(name));
+                return Err(Error::template(message).tensor(name));
             }
             Ok(SelectedTensor { tensor, stored, rect: rect.clone() })
         };

@@ -1,8 +1,10 @@
 //! Exceptions: `tensorcask.Error`, with one subclass for each kind.
 
 use pyo3::create_exception;
-use pyo3::exceptions::PyException;
+use pyo3::exceptions::{PyException, PyValueError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple, PyType};
 use tensorcask::ErrorKind;
 
 create_exception!(
@@ -18,6 +20,10 @@ macro_rules! kinds {
 
         fn class_of(kind: ErrorKind, message: String) -> PyErr {
             match kind {
+                ErrorKind::Template => Python::attach(|py| match template_error(py) {
+                    Ok(class) => PyErr::from_type(class, (message,)),
+                    Err(error) => error,
+                }),
                 $(ErrorKind::$kind => $name::new_err(message),)*
                 _ => Error::new_err(message),
             }
@@ -26,7 +32,7 @@ macro_rules! kinds {
         pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
             module.add("Error", module.py().get_type::<Error>())?;
             $(module.add(stringify!($name), module.py().get_type::<$name>())?;)*
-            Ok(())
+            module.add("TemplateError", template_error(module.py())?)
         }
     };
 }
@@ -45,6 +51,22 @@ kinds! {
     UnsafeStore UnsafeStoreError "The storage does not give the guarantees that commits need (put if absent, links, fsync).";
     Storage StorageError "The storage failed: no space, no permission, no network.";
 }
+
+/// `TemplateError`: an `InvalidArgumentError`, and also a `ValueError`.
+fn template_error(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let make = || {
+        let bases = PyTuple::new(py, [py.get_type::<InvalidArgumentError>(), py.get_type::<PyValueError>()])?;
+        let facts = PyDict::new(py);
+        facts.set_item("__module__", "tensorcask")?;
+        facts.set_item("__doc__", TEMPLATE_ERROR)?;
+        Ok(py.get_type::<PyType>().call1(("TemplateError", bases, facts))?.cast_into::<PyType>()?.unbind())
+    };
+    CLASS.get_or_try_init(py, make).map(|class| class.bind(py).clone())
+}
+
+const TEMPLATE_ERROR: &str =
+    "A stored step cannot fill the tensors of `out`: names, shapes or types differ. The step exists, so this is no first start.";
 
 /// Returns the exception for an error of the library.
 pub(crate) fn raise(error: &tensorcask::Error) -> PyErr {

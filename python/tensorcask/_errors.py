@@ -16,6 +16,7 @@ from ._native import (
     NotFoundError,
     OutcomeUnknownError,
     StorageError,
+    TemplateError,
     UnsafeStoreError,
     UnsupportedError,
 )
@@ -29,6 +30,7 @@ _KINDS: dict[type[Error], str] = {
     NotFoundError: "not_found",
     OutcomeUnknownError: "outcome_unknown",
     StorageError: "storage",
+    TemplateError: "template",
     UnsafeStoreError: "unsafe_store",
     UnsupportedError: "unsupported",
 }

@@ -24,7 +24,7 @@ from ._dtypes import (
     torch_shape,
     torch_shape_in_store,
 )
-from ._errors import InvalidTypeError, InvalidValueError
+from ._errors import InvalidTypeError, InvalidValueError, TemplateError
 from ._refusals import check_torch, is_plain_torch
 from ._shard import Shard, Shards, is_given_part, is_part
 
@@ -350,7 +350,7 @@ def place_in(
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
-        raise InvalidValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
+        raise TemplateError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
 
     if framework == "torch":
         torch = sys.modules["torch"]

@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._changed_rows import RowSource, rows_of_save
-from ._errors import InvalidValueError
 from ._hosts import Hosts, find_hosts, gather_on_cpu
 from ._options import Check, check_step, codec_rules, parse_policy, retention_of, user_json
 from ._peers import Peers, resolve
@@ -338,7 +337,8 @@ class Engine:
         """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
 
         Passes over damaged states and reports them in ``passed_over``. ``latest`` may then restore an older step.
-        Raises ``NotFoundError`` if no step is saved. ``out`` is a state like the saved one: its tensors are filled in
+        Raises ``NotFoundError`` if no step is saved, and ``TemplateError``
+        if a step is saved that cannot fill ``out``: never take that for a first start. ``out`` is a state like the saved one: its tensors are filled in
         place and are in the result, a DTensor as its placements say. A job on another number of ranks restores in this
         way. Ranks :meth:`agree` on a step first. ``partial``: tensors that ``out`` lacks are not read, and are None in the
         result; without it, they are an error. ``framework`` as in :func:`tensorcask.load`.
@@ -362,10 +362,10 @@ class Engine:
             trees.extend((rank, _native.decode_tree(blobs[(rank, TREE)])) for rank in ranks)
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
-            # Before anything is filled. NotFoundError means that there is no save, so this is another error.
+            # Before anything is filled.
             missing = next((name for name in saved_as if out is not None and not partial and name not in targets), None)
             if missing is not None:
-                raise InvalidValueError(
+                raise _native.TemplateError(
                     f"out: step {step} has a tensor `{missing}`, and `out` has none of that name. Nothing was filled. Restore without out= "
                     "and load the state that is returned, or add the tensor: a new optimizer has none before its first step"
                 )

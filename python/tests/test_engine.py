@@ -121,17 +121,27 @@ def test_restored_into_the_memory_of_the_caller(url, folder):
         check(found.state, 4)
         engine.wait()
         out["model"]["w"] = torch.zeros(100, 499)
-        with pytest.raises(tensorcask.InvalidArgumentError, match=r"model.w.*\[100, 500\].*\[100, 499\]"):
+        with pytest.raises(tensorcask.TemplateError, match=r"model.w.*\[100, 500\].*\[100, 499\]") as refused:
             engine.restore(out=out)
+        assert refused.value.kind == "template" and not isinstance(refused.value, tensorcask.NotFoundError)
         out["model"]["w"] = torch.zeros(100, 500).bfloat16()
         with pytest.raises(ValueError, match="model.w"):
             engine.restore(out=out)
         del out["model"]["w"]
         out["model"]["half"].zero_()
-        with pytest.raises(tensorcask.InvalidArgumentError, match=r"`model.w`.*Nothing was filled"):
+        with pytest.raises(tensorcask.TemplateError, match=r"`model.w`.*Nothing was filled"):
             engine.restore(out=out)
+        # A new layer is no first start, whatever place has the step.
+        more = {"model": {**out["model"], "w": torch.zeros(100, 500), "lora": torch.zeros(2)}, "numpy": out["numpy"]}
+        with pytest.raises(tensorcask.TemplateError, match="model.lora"):
+            engine.restore(out=more)
+        with pytest.raises(tensorcask.InvalidArgumentError, match="model.lora"):
+            engine.restore(4, out=more)
         assert not out["model"]["half"].any(), "a part was filled before the error"
         engine.finish()
+    with tensorcask.Engine(url, folder=folder) as engine, pytest.raises(tensorcask.TemplateError, match="model.lora"):
+        engine.restore(out=more)
+    stop_agent(folder)
 
 
 def of_model(model, step):
