@@ -182,11 +182,10 @@ class Snapshot(SnapshotView):
         if options.max_error is not None:
             self._native.check_rounding(options.max_error)
         out, framework, have, device = options.out, options.framework, options.have, options.device
-        targets = {} if out is None else _state.flat_arrays(out)
-        missing = [name for name in targets if name not in self._tensors]
-        if missing:
-            raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
         partial = options.is_partial
+        # A part of the state needs the tree only for the frameworks of its tensors, and a template for their paths.
+        trees = [] if partial and framework and out is None else trees_of(self._native)
+        targets = {} if out is None else _state.match(out, [tree for _, tree in trees], self._tensors.keys(), self.step)
         wanted = self.matching(options.patterns) if partial else list(self._tensors)
         if options.strip_prefix is not None:
             options.without_prefix(wanted)
@@ -196,8 +195,6 @@ class Snapshot(SnapshotView):
         if twice is not None:
             raise InvalidValueError(f"`{twice}`: a slice cannot be read into `out`")
 
-        # A part of the state needs the tree only for the frameworks of its tensors.
-        trees = [] if partial and framework else trees_of(self._native)
         saved_as = {value[0]: value[1] for _, tree in trees for kind, value in tree if kind == "tensor"}
         unknown = next((name for name in saved_as if name not in self._tensors), None)
         if unknown is not None:

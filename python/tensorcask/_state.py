@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,9 +12,10 @@ from . import _frameworks
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import Lent
-from ._native import CorruptionError
+from ._native import CorruptionError, TemplateError
 
 Node = tuple[str, Any]
+Path = tuple[str | int, ...]
 OnUnsupported = Literal["error", "skip"] | Callable[[str, Any], Any] | None
 
 # Blob that holds the nodes of a state.
@@ -55,7 +56,7 @@ def flatten(
     sharded: bool = False,
     deferred: Callable[[Any], bool] | None = None,
 ) -> Flat:
-    """Flattens a state. A tensor's name is its path of keys, joined by points.
+    """Flattens a state. A tensor's name is its path of keys, joined by points: see :func:`name_of`. Refuses two tensors of one name.
 
     ``sharded``: takes the local part of each DTensor. ``deferred``: chooses tensors whose bytes are fetched later.
     """
@@ -78,19 +79,9 @@ class _Flattener:
         self.deferred = deferred
         self.on_unsupported = on_unsupported
         self.contiguous: dict[Any, Any] = {}
+        self.paths: dict[str, Path] = {}
 
-    def name(self, path: tuple[str | int, ...], taken: Mapping[str, Any]) -> str:
-        """Chooses a unique name for a tensor or blob that is not reserved."""
-        name = (path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))) or "#"
-        if name.startswith("tc."):
-            name = "#" + name
-        found, count = name, 1
-        while found in taken:
-            count += 1
-            found = f"{name}#{count}"
-        return found
-
-    def add(self, value: Any, path: tuple[str | int, ...], may_ask: bool) -> None:
+    def add(self, value: Any, path: Path, may_ask: bool) -> None:
         if len(path) > _MAX_DEPTH:
             raise InvalidValueError(f"{path_text(path[:4])}...: nested deeper than {_MAX_DEPTH} levels; does the state contain itself?")
         nodes = self.flat.nodes
@@ -101,10 +92,12 @@ class _Flattener:
                 self.container("dict", list(inner.items()), path)
             elif framework is not None:
                 lent = _frameworks.lend(value, _Path(path), self.contiguous, self.sharded, self.deferred)
-                name = self.name(path, self.flat.tensors)
+                name = name_of(path)
+                _claim(self.paths, name, path)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))
             elif isinstance(value, Reference):
+                _claim(self.paths, value.name, path)
                 nodes.append(("tensor", (value.name, value.framework)))
             elif isinstance(value, Part):
                 self.container("part", sorted(value.items()), path)
@@ -130,12 +123,12 @@ class _Flattener:
                     # A plain error, so that on_unsupported is not asked again about the containers around the value.
                     raise InvalidTypeError(f"{error}; on_unsupported returned this value") from None
 
-    def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
+    def key(self, key: Any, path: Path) -> str | int:
         if isinstance(key, bool) or not isinstance(key, (str, int)):
             raise UnstorableTypeError(f"{path_text(path)}: a key is {key!r}; keys have to be strings or integers")
         return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
-    def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
+    def container(self, kind: str, items: list[tuple[str | int, Any]], path: Path) -> None:
         nodes = self.flat.nodes
         at = len(nodes)
         nodes.append((kind, None))
@@ -151,13 +144,17 @@ class _Flattener:
             keys.append(key)
         nodes[at] = (kind, keys if kind in ("dict", "part") else len(keys))
 
-    def blob(self, kind: str, data: Any, path: tuple[str | int, ...]) -> None:
-        name = self.name(path, self.flat.blobs)
+    def blob(self, kind: str, data: Any, path: Path) -> None:
+        # Readers find a blob by its node, so its name may depend on the order of keys.
+        name, count = name_of(path), 1
+        while name in self.flat.blobs:
+            count += 1
+            name = f"{name_of(path)}#{count}"
         self.flat.blobs[name] = data
         self.flat.nodes.append((kind, name))
 
 
-def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
+def _scalar(value: Any, path: Path) -> Node:
     if value is None:
         return ("none", None)
     if isinstance(value, bool):
@@ -173,7 +170,7 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
     raise UnstorableTypeError(f"{path_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
 
 
-def _encodable(text: str, path: tuple[str | int, ...]) -> str:
+def _encodable(text: str, path: Path) -> str:
     if text.isascii():
         return text
     try:
@@ -240,7 +237,7 @@ def merge(trees: list[Any]) -> Any:
     return _whole_lists(merged, ())
 
 
-def _merge(one: Any, other: Any, path: tuple[str | int, ...]) -> Any:
+def _merge(one: Any, other: Any, path: Path) -> Any:
     if type(one) is type(other) and isinstance(one, dict):
         for key, value in other.items():
             one[key] = _merge(one[key], value, (*path, key)) if key in one else value
@@ -250,7 +247,7 @@ def _merge(one: Any, other: Any, path: tuple[str | int, ...]) -> Any:
     raise CorruptionError(f"tc.tree: {path_text(path)}: ranks disagree [spec: tree 3.2]")
 
 
-def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
+def _whole_lists(value: Any, path: Path) -> Any:
     if isinstance(value, Part):
         if sorted(value) != list(range(len(value))):
             raise CorruptionError(f"tc.tree: {path_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
@@ -263,7 +260,7 @@ def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
     return value
 
 
-def optimizers_with_text_keys(state: Any, path: tuple[str | int, ...] = ()) -> list[str]:
+def optimizers_with_text_keys(state: Any, path: Path = ()) -> list[str]:
     """Returns the paths of optimizer states whose ``param_groups`` number their parameters, but whose ``state`` has text
     keys: ``"0"`` instead of ``0``. DCP turns keys into text. ``Optimizer.load_state_dict`` then finds no moments, without
     an error."""
@@ -279,17 +276,31 @@ def optimizers_with_text_keys(state: Any, path: tuple[str | int, ...] = ()) -> l
     return found
 
 
-def flat_arrays(out: Any) -> dict[str, Any]:
-    """Returns the tensors of a state by the names under which they are saved. Ignores other values."""
-    found: dict[str, Any] = {}
-    flattener = _Flattener("skip")
+def name_of(path: Path) -> str:
+    """Returns the name of a tensor or blob: its path of keys, joined by points. Different paths may have one name."""
+    name = (path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))) or "#"
+    return "#" + name if name.startswith("tc.") else name
 
-    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+
+def _claim(paths: dict[str, Path], name: str, path: Path) -> None:
+    """Notes the path of a name. Refuses a second path."""
+    first = paths.setdefault(name, path)
+    if first is not path:
+        raise InvalidValueError(
+            f"{path_text(first)} and {path_text(path)}: both tensors would have the name `{name}` in a store. Rename one of the keys"
+        )
+
+
+def arrays_by_path(out: Any) -> dict[Path, Any]:
+    """Returns the tensors of a state by their paths. Ignores other values."""
+    found: dict[Path, Any] = {}
+
+    def walk(value: Any, path: Path) -> None:
         inner = _frameworks.inner_tensors(value)
         if inner is not None:
             walk(inner, path)
         elif _frameworks.framework_of(value) is not None:
-            found[flattener.name(path, found)] = value
+            found[path] = value
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(item, (*path, key))
@@ -298,4 +309,59 @@ def flat_arrays(out: Any) -> dict[str, Any]:
                 walk(item, (*path, at))
 
     walk(out, ())
+    return found
+
+
+def flat_arrays(out: Any) -> dict[str, Any]:
+    """Returns the tensors of a state by the names under which they are saved. Ignores other values."""
+    found: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, value in arrays_by_path(out).items():
+        name = name_of(path)
+        _claim(paths, name, path)
+        found[name] = value
+    return found
+
+
+def tensor_paths(nodes: Iterable[Node]) -> Iterator[tuple[Path, str]]:
+    """Returns path and name of each tensor of a decoded tree."""
+    # The keys that are still to come, of each open container, and the path to the container.
+    open_containers: list[tuple[Path, Iterator[Any]]] = [((), iter((None,)))]
+    for kind, value in nodes:
+        while (key := next(open_containers[-1][1], _END)) is _END:
+            open_containers.pop()
+        path = open_containers[-1][0] if key is None else (*open_containers[-1][0], key)
+        if kind == "tensor":
+            yield path, value[0]
+        elif kind in ("dict", "part", "list", "tuple"):
+            open_containers.append((path, iter(value if kind in ("dict", "part") else range(value))))
+
+
+_END = object()
+
+
+def match(out: Any, trees: Iterable[list[Node]], names: Collection[str], step: int) -> dict[str, Any]:
+    """Returns the tensors of a template by the names of the saved tensors that fill them.
+
+    A tensor is found by its path, whatever its name is. A path that the trees lack is found by its name, if the name leads to one
+    tensor only: DCP saves integer keys as text, and some states have no tree.
+    """
+    saved = {path: name for tree in trees for path, name in tensor_paths(tree)}
+    by_name: dict[str, set[str]] = {}
+    for path, name in saved.items():
+        by_name.setdefault(name_of(path), set()).add(name)
+    known = set(saved.values())
+    found: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, value in arrays_by_path(out).items():
+        name = name_of(path)
+        candidates = {saved[path]} if path in saved else by_name.get(name, set() if name in known or name not in names else {name})
+        if len(candidates) != 1:
+            why = f"several tensors `{name}`; use the keys of the saved state" if candidates else f"no tensor `{name}`. Nothing was filled"
+            raise TemplateError(f"out: {path_text(path)}: step {step} has {why}")
+        (name,) = candidates
+        first = paths.setdefault(name, path)
+        if first is not path:
+            raise TemplateError(f"out: {path_text(first)} and {path_text(path)} are both tensor `{name}` of step {step}. Leave one out")
+        found[name] = value
     return found

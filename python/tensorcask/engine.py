@@ -369,6 +369,15 @@ class Engine:
                     f"out: step {step} has a tensor `{missing}`, and `out` has none of that name. Nothing was filled. Restore without out= "
                     "and load the state that is returned, or add the tensor: a new optimizer has none before its first step"
                 )
+            if out is not None:
+                # Tensors were asked for by name. Earlier versions gave some names by the order of keys.
+                matching = _state.match(out, [tree for _, tree in trees], {*saved_as, *targets}, step)
+                other = next((name for name, target in matching.items() if targets.get(name) is not target), None)
+                if other is not None:
+                    raise _native.TemplateError(
+                        f"out: step {step} has tensor `{other}` at another path. Nothing was filled. Restore without out= and load the state "
+                        "that is returned"
+                    )
             buffers: list[Any] = []
             for name, dtype, shape, _, extent, first in rows:
                 if out is None and list(shape) != list(extent):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorcask
 import torch
-from tensorcask import _native
+from tensorcask import _native, _options, _state
 from tensorcask._frameworks import BITS, DTYPES, RawTensor, byte_count
 
 TORCH_DTYPES = sorted(
@@ -114,7 +114,7 @@ def test_nesting_and_values_come_back(memory):
         "pair": (1, ("a", ())),
         7: {-3: "integer keys", "7": "and text that looks like them"},
         "a.b": torch.ones(1),
-        "a": {"b": torch.zeros(1), "b#2": torch.full((1,), 2.0)},
+        "a": {"c": torch.zeros(1), "b#2": torch.full((1,), 2.0)},
         "tc": {"x": torch.full((1,), 5.0)},
         "": {"": 1},
         "numpy": np.float32(2.5),
@@ -124,7 +124,7 @@ def test_nesting_and_values_come_back(memory):
     loaded = tensorcask.load(memory)
     assert list(loaded) == list(state)
     assert loaded["extra"].read() == b"_extra_state"
-    assert torch.equal(loaded["a.b"], torch.ones(1)) and torch.equal(loaded["a"]["b"], torch.zeros(1))
+    assert torch.equal(loaded["a.b"], torch.ones(1)) and torch.equal(loaded["a"]["c"], torch.zeros(1))
     assert loaded["a"]["b#2"].item() == 2 and loaded["tc"]["x"].item() == 5
     for key in ("numbers", "text", "bytes", "pair", 7, ""):
         assert loaded[key] == state[key], key
@@ -135,6 +135,51 @@ def test_nesting_and_values_come_back(memory):
     payload = struct.unpack("<d", bytes.fromhex("0123456789abf87f"))[0]
     tensorcask.save([payload], memory, step=1)
     assert struct.pack("<d", tensorcask.load(memory)[0]).hex() == "0123456789abf87f"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}},
+        {0: torch.zeros(2), "0": torch.ones(2)},
+        {"layers": [torch.zeros(2)], "layers.0": torch.ones(2)},
+        {"tc.x": torch.zeros(2), "#tc": {"x": torch.ones(2)}},
+        {"": torch.zeros(2), "#": torch.ones(2)},
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(state, memory):
+    for order in (state, dict(reversed(state.items()))):
+        with pytest.raises(ValueError, match="both tensors would have the name .*Rename one of the keys"):
+            tensorcask.save(order, memory, step=1)
+    # Values are found by their place in the state, so they need no names.
+    values = {"a.b": b"1", "a": {"b": b"2"}, 0: 1, "0": 2}
+    tensorcask.save(values, memory, step=1)
+    assert tensorcask.load(memory) == values
+
+
+def test_a_template_finds_tensors_by_their_paths(memory):
+    """A store of an earlier version, which called the second of two tensors of one name `a.b#2`."""
+    one, two = torch.zeros(2), torch.ones(2)
+    nodes = [("dict", ["a.b", "a"]), ("tensor", ("a.b", "torch")), ("dict", ["b"]), ("tensor", ("a.b#2", "torch"))]
+    flat = _state.flatten({"a.b": one, "a.b#2": two})
+    store = tensorcask.Store(memory)
+    blobs = [("tc.tree", _native.encode_tree(nodes))]
+    store.with_writer(_options.writer_options("full"), lambda writer: writer.save(1, flat.whole_tensors(), blobs, "{}", {}))
+    templates = ({"a": {"b": torch.empty(2)}, "a.b": torch.empty(2)}, {"a": {"b": torch.empty(2)}}, {"a.b": torch.empty(2)})
+    for template in templates:
+        tensorcask.load(store, out=template)
+        assert torch.equal(template["a"]["b"], two) if "a" in template else True
+        assert torch.equal(template["a.b"], one) if "a.b" in template else True
+
+    # DCP saves integer keys as text.
+    tensorcask.save({"0": one, "list": {"1": two}}, memory, step=2)
+    template = {0: torch.ones(2), "list": {1: torch.zeros(2)}}
+    tensorcask.load(memory, 2, out=template)
+    assert torch.equal(template[0], one) and torch.equal(template["list"][1], two)
+    with pytest.raises(tensorcask.TemplateError, match=r"state\['0'\] and state\[0\] are both tensor `0`"):
+        tensorcask.load(memory, 2, out={"0": torch.ones(2), 0: torch.ones(2)})
+    with pytest.raises(tensorcask.TemplateError, match="step 2 has no tensor `new`. Nothing was filled"):
+        tensorcask.load(memory, 2, out={"0": torch.ones(2), "new": torch.ones(2)})
 
 
 def test_an_optimizer_state_comes_back(memory):
@@ -330,7 +375,7 @@ def test_out_is_filled_in_place(memory):
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         tensorcask.load(memory, out={"model": {"w": frozen}})
-    with pytest.raises(tensorcask.NotFoundError, match="model.absent"):
+    with pytest.raises(tensorcask.TemplateError, match="model.absent"):
         tensorcask.load(memory, out={"model": {"absent": torch.empty(1)}})
 
 
