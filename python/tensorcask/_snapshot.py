@@ -289,7 +289,7 @@ class Snapshot(SnapshotView):
             return {short: loaded[name] for name, short in options.without_prefix(list(loaded)).items()}
         if partial or not trees:
             return loaded
-        state = _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees])
+        state = self._merged(trees, loaded)
         for path in _state.optimizers_with_text_keys(state):
             _log.warning(
                 "step %s: %s['state'] has keys such as '0', but its parameters are numbered 0, 1, ...: DCP turned the keys into text. "
@@ -308,8 +308,13 @@ class Snapshot(SnapshotView):
         trees = trees_of(self._native)
         if not trees:
             return dict(self._tensors), list(self._tensors)
-        nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees]
-        return _state.merge(nested), list(self._tensors)
+        return self._merged(trees, self._tensors), list(self._tensors)
+
+    def _merged(self, trees: list[tuple[int, list[_state.Node]]], tensors: Mapping[str, Any]) -> Any:
+        differing: list[str] = []
+        state = _state.merge([self._nested(rank, tree, tensors) for rank, tree in trees], differing.append)
+        _state.warn_of_differences(self.step, differing)
+        return state
 
     def _nested(self, rank: int, tree: list[_state.Node], tensors: Mapping[str, Any]) -> Any:
         def leaf(kind: str, value: Any) -> Any:

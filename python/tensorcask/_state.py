@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import io
+import logging
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +15,8 @@ from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import Lent
 from ._native import CorruptionError, TemplateError
+
+_log = logging.getLogger("tensorcask")
 
 Node = tuple[str, Any]
 Path = tuple[str | int, ...]
@@ -229,22 +233,52 @@ def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
     return values if kind == "list" else tuple(values)
 
 
-def merge(trees: list[Any]) -> Any:
-    """Merges the states of ranks: mappings by key, parts of lists by position. Other values have to be equal."""
+def merge(trees: list[Any], on_difference: Callable[[str], None]) -> Any:
+    """Merges the states of ranks: mappings by key, parts of lists by position. Of other values in one place, that of the lowest rank
+    counts. ``on_difference`` gets the path of each that another rank has with other bytes."""
     merged = trees[0]
     for tree in trees[1:]:
-        merged = _merge(merged, tree, ())
+        merged = _merge(merged, tree, (), on_difference)
     return _whole_lists(merged, ())
 
 
-def _merge(one: Any, other: Any, path: Path) -> Any:
+def _merge(one: Any, other: Any, path: Path, on_difference: Callable[[str], None]) -> Any:
     if type(one) is type(other) and isinstance(one, dict):
         for key, value in other.items():
-            one[key] = _merge(one[key], value, (*path, key)) if key in one else value
-        return one
-    if one is other or type(one) is type(other) and one == other:
-        return one
-    raise CorruptionError(f"tc.tree: {path_text(path)}: ranks disagree [spec: tree 3.2]")
+            one[key] = _merge(one[key], value, (*path, key), on_difference) if key in one else value
+    elif not _has_same_bytes(one, other):
+        on_difference(path_text(path))
+    return one
+
+
+def warn_of_differences(step: int, paths: list[str]) -> None:
+    """Logs the paths of values that several ranks have saved with other bytes."""
+    if paths:
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        _log.warning(
+            "step %s: ranks have saved different values of %s. The state has that of the lowest rank. Save values that differ under keys of "
+            "their ranks, such as 'rank_3'",
+            step,
+            shown,
+        )
+
+
+def _has_same_bytes(one: Any, other: Any) -> bool:
+    """Whether two values of loaded states are equal byte by byte, so that every NaN equals itself, and 0.0 is not -0.0."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_has_same_bytes, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_has_same_bytes(value, other[key]) for key, value in one.items())
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    if isinstance(one, io.BytesIO):
+        return one.getvalue() == other.getvalue()
+    # Ranks that name one tensor have one object.
+    return _frameworks.framework_of(one) is None and bool(one == other)
 
 
 def _whole_lists(value: Any, path: Path) -> Any:

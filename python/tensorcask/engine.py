@@ -105,8 +105,9 @@ class Engine:
     the store.
 
     ``rank``, ``world``: number of this process, and number of processes that save one state together. Each passes its
-    part of the state, and its shard of each DTensor. Values that several ranks have (a replica, a number) must be
-    equal, and are stored once.
+    part of the state, and its shard of each DTensor. Replicas of a tensor must be equal, and are stored once. Each rank restores its
+    own numbers, text and bytes. A reader of the whole state, and a rank that is new, gets those of the lowest rank that has them,
+    with a warning if ranks differ.
 
     ``hosts``: a run on many hosts, each with an agent of its own; a :class:`tensorcask.Hosts`, or None for one host. By default
     (``auto``) found in the variables of ``torchrun`` or Slurm, if this host has fewer than ``world`` ranks. If
@@ -411,7 +412,11 @@ class Engine:
         loaded.update(targets)
         if partial:
             loaded = {**dict.fromkeys(name for _, tree in trees for name in _tensors_of(tree)), **loaded}
-        state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees]) if trees else loaded
+        differing: list[str] = []
+        state = loaded
+        if trees:
+            state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees], differing.append)
+            _state.warn_of_differences(facts["step"], differing)
         source, url = facts.pop("source")
         passed_over = [(place[1] or place[0], step, why) for place, step, why in facts.pop("passed_over")]
         user = json.loads(facts.pop("user"))

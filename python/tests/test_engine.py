@@ -1,5 +1,7 @@
 """The asynchronous engine from Python: real agents, killed trainers, ranks on gloo."""
 
+import io
+import logging
 import os
 import shutil
 import signal
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import stop
 from ranks import on_ranks
-from tensorcask.engine import agent_status, stop_agent
+from tensorcask.engine import Waited, agent_status, stop_agent
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -490,3 +493,48 @@ def test_snapshots_record_how_long_saves_stopped_the_trainer(url, folder):
     assert previous["save_ms"] >= previous["upload_ms"] > 0
     advice = store.advise(mtbf="8h")
     assert advice.times["stall"].how == "time for which a save stopped the training, median of 1 save"
+
+
+def test_values_may_differ_between_ranks(url, folder, caplog):
+    """Each rank restores its own. A reader of the whole state gets that of the lowest rank, and is warned."""
+
+    def of_rank(rank):
+        return {"w": torch.ones(4), "clock": {"elapsed": 100.0 + rank, "list": [rank]}, "nan": float("nan"), "file": io.BytesIO(b"same"), f"rank_{rank}": rank}
+
+    def restored(rank, world):
+        with tensorcask.Engine(url, folder=folder, rank=rank, world=world) as engine:
+            return engine.restore().state
+
+    engines = [tensorcask.Engine(url, folder=folder, rank=rank, world=2) for rank in range(2)]
+    for rank, engine in enumerate(engines):
+        engine.save(of_rank(rank), step=1)
+    for engine in engines:
+        assert engine.wait("durable", 60) == Waited(True, [], None)
+    with caplog.at_level(logging.WARNING, "tensorcask"):
+        assert [engine.restore().state["clock"] for engine in engines] == [{"elapsed": 100.0, "list": [0]}, {"elapsed": 101.0, "list": [1]}]
+        assert not caplog.records
+    ends = [threading.Thread(target=engine.finish) for engine in engines]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    for engine in engines:
+        engine.close()
+    with caplog.at_level(logging.WARNING, "tensorcask"):
+        state = tensorcask.load(url)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "step 1: ranks have saved different values of state['clock']['elapsed'], state['clock']['list']. " in warning
+    assert state["clock"] == {"elapsed": 100.0, "list": [0]} and state["rank_1"] == 1 and state["file"].read() == b"same"
+    assert restored(2, 3)["clock"]["elapsed"] == 100.0 and restored(0, 1)["clock"]["elapsed"] == 100.0
+
+
+def test_two_tensors_of_one_name_are_refused(url, folder):
+    with tensorcask.Engine(url, folder=folder) as engine:
+        with pytest.raises(ValueError, match="both tensors would have the name `a.b`"):
+            engine.save({"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}}, step=1)
+        engine.save({"a.b": torch.ones(2)}, step=2)
+        out = {"a.b": torch.zeros(2)}
+        engine.restore(out=out)
+        assert torch.equal(out["a.b"], torch.ones(2))
+        with pytest.raises(tensorcask.TemplateError, match="new"):
+            engine.restore(out={**out, "new": torch.zeros(1)})

@@ -130,6 +130,9 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
 
     let differ = ranks(r#"{"dict":[{"str":"a"}]},{"int":"1"}"#, r#"{"dict":[{"str":"a"}]},{"int":"2"}"#)?;
     cases.push(either("tree/ranks-disagree", "tree 3.2", "two ranks with another number in one place", CORRUPT, differ));
+    let nan = |digit: u8| format!(r#"{{"dict":[{{"str":"a"}}]}},{{"list":1}},{{"float":"7ff800000000000{digit}"}}"#);
+    let lower = ranks(&nan(0), &nan(1))?;
+    cases.push(accept("tree/lower-rank-counts", "tree 3.2", "two ranks with another NaN in one place", lower));
     let gap = ranks(r#"{"part":[0]},"none""#, r#"{"part":[2]},"none""#)?;
     cases.push(either("tree/list-with-a-gap", "tree 3.3", "parts of a list whose second element no rank has", CORRUPT, gap));
     Ok(cases)
