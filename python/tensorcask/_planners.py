@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,14 +94,52 @@ def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:
         set_element(state, path, value)
 
 
-def check_plannable(on_unsupported: OnUnsupported) -> None:
+def saving_call() -> tuple[Any, Any]:
+    """The state and the save planner of DCP's call that the caller is in; None where DCP changes."""
+    # No variable holds the frame: that cycle would keep the state in memory.
+    return sys._getframe(2).f_locals.get("state_dict"), sys._getframe(2).f_locals.get("planner")
+
+
+def empty_mappings(state: Any, planner: Any) -> list[tuple[Any, ...]]:
+    """Paths of the empty mappings of a state, which DCP's planner leaves out. A list with one would have a gap."""
+    if not isinstance(planner, DefaultSavePlanner) or not planner.flatten_state_dict:
+        return []
+    if type(planner).set_up_planner is not DefaultSavePlanner.set_up_planner or not isinstance(state, Mapping):
+        # The planner may save another state.
+        return []
+    found: list[tuple[Any, ...]] = []
+
+    def walk(value: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, (*path, str(key)))
+            if not value and path:
+                found.append(path)
+        # The planner takes lists apart if they hold mappings, and never tuples.
+        elif isinstance(value, list):
+            for at, item in enumerate(value):
+                if isinstance(item, (Mapping, list)):
+                    walk(item, (*path, at))
+
+    walk(state, ())
+    return found
+
+
+def left_out(planner: Any, plans: Iterable[SavePlan]) -> list[tuple[Any, ...]]:
+    """Paths of list elements that the planner knows, but saves on no rank."""
+    paths = getattr(planner, "mappings", None)
+    if not isinstance(paths, dict):
+        return []
+    saved = {item.index.fqn for plan in plans for item in plan.items}
+    return [path for fqn, path in paths.items() if fqn not in saved and len(path) > 1 and isinstance(path[-1], int)]
+
+
+def check_plannable(state: Any, on_unsupported: OnUnsupported) -> None:
     """Refuses tensors that PyTorch's planner would fail on without saying where they are.
 
     DCP plans a save before it gives the state to the writer, so the state is taken from DCP's own call. Where DCP
     changes, PyTorch's error is raised as before.
     """
-    # No variable holds the frame: that cycle would keep the state in memory.
-    state = sys._getframe(2).f_locals.get("state_dict")
     if not isinstance(state, dict):
         return
     try:

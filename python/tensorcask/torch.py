@@ -61,6 +61,14 @@ class _Task:
     world: int
 
 
+@dataclass(frozen=True)
+class _Upload:
+    """The casks that a rank has uploaded, and its part of the state's structure, if it has one."""
+
+    receipt: bytes
+    tree: bytes | None
+
+
 class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
@@ -159,6 +167,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._sent_stall: float | None = None
         self._last_stall: float | None = None
         self._arenas: list[_staging.Arena] = []
+        # Paths that the planner of the save leaves out, and that its lists need.
+        self._empty_mappings: list[tuple[Any, ...]] = []
+        self._left_out: list[tuple[Any, ...]] = []
         # Belongs to the process of the training.
         self._changed_rows = None
 
@@ -189,7 +200,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         if not kwargs.get("use_collectives", True):
             raise _native.UnsupportedError("use_collectives=False: one rank has to commit for all ranks. Save with collectives")
         self._is_coordinator = is_coordinator
-        _planners.check_plannable(self._on_unsupported)
+        state, planner = _planners.saving_call()
+        _planners.check_plannable(state, self._on_unsupported)
+        self._empty_mappings = _planners.empty_mappings(state, planner)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -199,6 +212,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         step, self._world = self._step(), len(plans)
+        if all(getattr(plan, "usable", True) for plan in plans):
+            # Otherwise the plans are those of an earlier save.
+            self._left_out = _planners.left_out(_planners.saving_call()[1], plans)
         store = _process_stores.shared(self._store)
         parent = self._noting(
             lambda: store.with_writer(self._options, lambda writer: writer.next_parent(step, self._overwrite))
@@ -209,16 +225,18 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if isinstance(plan.storage_data, _Task):
             self._world = plan.storage_data.world
-        receipt = self._noting(lambda: self._upload(plan, planner))
+        uploaded = self._noting(lambda: self._upload(plan, planner))
         if not self._is_coordinator:
             self._failures.clear()
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex("tc.receipt"), len(receipt), receipt)])
+        future.set_result([WriteResult(MetadataIndex("tc.receipt"), len(uploaded.receipt), uploaded)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         step = self._step()
-        receipts = [result.storage_data for of_rank in results for result in of_rank]
+        uploads: list[_Upload] = [result.storage_data for of_rank in results for result in of_rank]
+        receipts = [uploaded.receipt for uploaded in uploads]
+        self._noting(lambda: _check_loadable(step, uploads))
         user = user_json(self._user(step) if callable(self._user) else self._user)
         store = _process_stores.shared(self._store)
         stall, self._stall_seconds = self._stall_seconds, None
@@ -243,7 +261,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return step_in(checkpoint_id) is not None
 
-    def _upload(self, plan: SavePlan, planner: SavePlanner) -> bytes:
+    def _upload(self, plan: SavePlan, planner: SavePlanner) -> _Upload:
         task = plan.storage_data
         if not isinstance(task, _Task):
             raise _native.UnsupportedError("the planner dropped storage_data of its plan. Keep storage_data as the writer set it")
@@ -288,18 +306,23 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._stall_seconds = self._stall_of(found)
         if not self._keeps_stages:
             self._arenas = [arena for arena in self._arenas if not any(arena.holds(tensor) for tensor in found)]
+        for path in self._empty_mappings:
+            _set(nested, path, {}, replace=False)
+        for path in self._left_out if self._is_coordinator else ():
+            _set(nested, path, None, replace=False)
         flat = _state.flatten(nested, self._on_unsupported)
         for name, lent in flat.tensors.items():
             extent = list(lent.shape)
             tensors.append((name, lent.dtype, extent, [0] * len(extent), lent.shape, lent.buffer))
         blobs = list(flat.blobs.items())
-        if nested:
-            blobs.append((_TREE, _native.encode_tree(flat.nodes)))
+        tree = _native.encode_tree(flat.nodes) if nested else None
+        if tree is not None:
+            blobs.append((_TREE, tree))
         store = _process_stores.shared(self._store)
         writer = _process_stores.rank_writer(store, task.rank, task.world, self._options)
 
-        def save(rows: Rows) -> bytes:
-            return writer.save(task.rank, self._step(), parent, tensors, blobs, rows)
+        def save(rows: Rows) -> _Upload:
+            return _Upload(writer.save(task.rank, self._step(), parent, tensors, blobs, rows), tree)
 
         try:
             if self._changed_rows is None or claim is None:
@@ -462,8 +485,23 @@ def _free_arena(arenas: list[_staging.Arena], sizes: tuple[int, ...]) -> _stagin
     return None
 
 
-def _set(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+def _set(nested: dict[Any, Any], path: tuple[Any, ...], value: Any, *, replace: bool = True) -> None:
     """Puts a value at the path where PyTorch found it. Integers after the first key are positions in lists."""
     for key, after in zip(path[:-1], path[1:], strict=True):
         nested = nested.setdefault(key, _state.Part() if isinstance(after, int) else {})
-    nested[path[-1]] = value
+    if replace or path[-1] not in nested:
+        nested[path[-1]] = value
+
+
+def _check_loadable(step: int, uploads: Sequence[_Upload]) -> None:
+    """Refuses a state whose parts make no whole, before it is committed."""
+    trees = [_native.decode_tree(uploaded.tree) for uploaded in uploads if uploaded.tree is not None]
+    if not trees:
+        return
+
+    def leaf(kind: str, value: Any) -> Any:
+        return (kind, *value) if kind == "tensor" else (kind, value)
+
+    differing: list[str] = []
+    _state.merge([_state.build(tree, leaf) for tree in trees], differing.append)
+    _state.warn_of_differences(step, differing)

@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint through a store: planners, keys, and values that cannot be stored."""
 
+import dataclasses
 import io
 import itertools
 import re
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from tensorcask.torch import Writer
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,6 +163,61 @@ def test_states_that_dcp_cannot_describe_are_refused(memory):
     store.save({"a": {7: 1, "7": 2}, "w": torch.ones(1)}, step=2)
     with pytest.raises(BaseException, match="step 2: DCP cannot tell two keys apart: .*a.7"):
         load({"w": torch.ones(1)}, store, step=2)
+
+
+def shapes(depth):
+    """Values of every form, nested so deep."""
+    yield from (lambda: torch.arange(2.0), dict, list, tuple, lambda: 5, lambda: None)
+    if depth:
+        for inner in list(shapes(depth - 1)):
+            yield from (lambda inner=inner: {"k": inner()}, lambda inner=inner: [inner()], lambda inner=inner: (inner(), 1))
+            yield from (lambda inner=inner: [{}, inner()], lambda inner=inner: [inner(), {}], lambda inner=inner: {7: inner(), "e": {}})
+
+
+def with_text_keys(value):
+    """A state as DCP names its parts."""
+    if isinstance(value, dict):
+        return {str(key): with_text_keys(item) for key, item in value.items()}
+    return [with_text_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def test_every_form_of_a_state_that_is_saved_can_be_loaded(memory):
+    """PyTorch's planner leaves out empty mappings, so a list of them had gaps."""
+    store = tensorcask.Store(memory)
+    made = list(shapes(2))
+    for step, make in enumerate(made):
+        state = {"w": torch.ones(2), "x": make()}
+        dcp.save(state, storage_writer=store.writer(step=step, policy="full"), no_dist=True)
+        assert repr(store.load(step)) == repr(with_text_keys(state)), state
+        weights = {"w": torch.zeros(2)}
+        dcp.load(weights, storage_reader=store.reader(step=step), no_dist=True)
+        assert torch.equal(weights["w"], state["w"])
+    assert len(made) > 200
+
+
+def test_an_element_that_a_planner_leaves_out_is_none(memory):
+    class Without(dcp.DefaultSavePlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            return dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn != "list.0"])
+
+    store = tensorcask.Store(memory)
+    state = {"list": [torch.ones(1), torch.full((1,), 2.0)], "w": torch.ones(1)}
+    dcp.save(state, storage_writer=store.writer(step=1), planner=Without(), no_dist=True)
+    assert store.load(1) == {"list": [None, torch.full((1,), 2.0)], "w": torch.ones(1)}
+    # Nothing is committed that cannot be loaded.
+    with pytest.raises(BaseException, match=r"state\['list'\]: no rank has some elements of this list"):
+        dcp.save(state, storage_writer=Forgetful(store, step=2), planner=Without(), no_dist=True)
+    assert [info.step for info in store.snapshots()] == [1]
+
+
+class Forgetful(Writer):
+    """Of a version of PyTorch whose calls look different."""
+
+    def prepare_global_plan(self, plans):
+        found = super().prepare_global_plan(plans)
+        self._left_out = []
+        return found
 
 
 def fake():
