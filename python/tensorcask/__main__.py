@@ -213,6 +213,7 @@ _KINDS: list[tuple[type[BaseException], str, int]] = [
     (_native.CorruptionError, "corrupt", 3),
     (_native.NotFoundError, "not_found", 10),
     (FileNotFoundError, "not_found", 10),
+    (_native.TemplateError, "template", 1),
     (_native.ConflictError, "conflict", 11),
     (_native.FencedError, "fenced", 11),
     (_native.StorageError, "storage", 1),

@@ -145,7 +145,7 @@ class LoadOptions:
                 raise InvalidValueError(f"dtype: {pattern!r} is neither a role nor a pattern of names: {error}") from None
             fits = [info for info, matched in zip(tensors, matches, strict=True) if matched or info.role == pattern]
             if not fits and pattern not in _ROLES:
-                raise _native.NotFoundError(f"dtype: no tensor matches `{pattern}`")
+                raise _native.TemplateError(f"dtype: no tensor matches `{pattern}`")
             for info in fits:
                 if _is_float(info.dtype) and (info.name == pattern or not _keeps_dtype(info)):
                     found[info.name] = None if dtype is None else float_name(dtype, "dtype")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 
 from . import _dtypes, _refusals, _staging
 from ._state import OnUnsupported, path_text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +108,23 @@ class Loaded:
     user: dict[str, Any]
 
 
-def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest", *, partial: bool = False) -> Loaded | None:
+Template = Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def load(engine: Engine, state: Template, step: int | str = "latest", *, partial: bool = False) -> Loaded | None:
     """Fills the tensors of a state that :func:`save` saved; None if there is no step. Call it on all ranks.
 
-    ``partial``: leaves out tensors that the state does not have. The first rank sends the tensors that all ranks have to the others.
+    ``state``: the state to fill, or a function that makes one, which is called only if there is a step: PyTorch changes a new optimizer
+    to describe it. The function gets the saved state, with None in place of each tensor. ``partial``: leaves out tensors that the state
+    does not have. The first rank sends the tensors that all ranks have to the others.
     """
+    if callable(state):
+        told = restore(engine, step, out={}, partial=True)
+        if told is None:
+            return None
+        state = state(told.state)
+        # One rank may go back to an older step, if it cannot read this one. Several have agreed.
+        step = told.step if engine.world > 1 else step
     is_first = is_leader(engine)
     found = restore(engine, step, out=state if is_first else _without_copies(state), partial=partial or not is_first)
     if found is None:
@@ -122,6 +135,62 @@ def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest", *
     own = found.state.get(_own_key(engine))
     plain = found.state.get("rank_0", {}) if own is None else own
     return Loaded(found.step, filled(state, values), with_tensors(plain), own is not None, found.user)
+
+
+def optimizer_state(model: Any, *optimizers: Any) -> dict[str, Any]:
+    """State of optimizers by the names of parameters, as ``get_optimizer_state_dict`` gives it.
+
+    PyTorch makes the moments of a new optimizer by a step with zero gradients, after which Adam counts one step more. Here a new
+    optimizer stays as it is, and has no moments.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        found = get_optimizer_state_dict(model, optimizer) if optimizer.state else _new_optimizer_state(model, optimizer)
+        merged["state"].update(found["state"])
+        merged["param_groups"].extend(found["param_groups"])
+    return merged
+
+
+def _new_optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    names = {parameter: next(iter(_get_fqns(model, name))) for name, parameter in model.named_parameters()}
+    found = optimizer.state_dict()
+    groups = zip(optimizer.param_groups, found["param_groups"], strict=True)
+    return {**found, "param_groups": [{**saved, "params": [names[parameter] for parameter in group["params"]]} for group, saved in groups]}
+
+
+def optimizer_template(saved: Any, model: Any, *optimizers: Any) -> dict[str, Any]:
+    """State of optimizers to fill. It has moments of the parameters that have some in the saved state: others had no gradient yet."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+    slots = saved.get("state") if isinstance(saved, Mapping) else None
+    if not isinstance(slots, Mapping):
+        return state
+    return {**state, "state": {name: value for name, value in state["state"].items() if name in slots}}
+
+
+def set_optimizer_state(state: dict[str, Any], model: Any, *optimizers: Any) -> None:
+    """Sets optimizers to a state of :func:`optimizer_state`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, state, options=StateDictOptions(strict=False))
+
+
+@contextmanager
+def untouched(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Takes away the moments that a load has made for new optimizers, if the load fails."""
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    try:
+        yield
+    except BaseException:
+        for optimizer in fresh:
+            optimizer.state.clear()
+        raise
 
 
 def _own_key(engine: Engine) -> str:

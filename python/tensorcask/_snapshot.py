@@ -335,7 +335,7 @@ class Snapshot(SnapshotView):
         names = list(self._tensors)
         matches, unused = _native.matching(names, patterns)
         if unused:
-            raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
+            raise _native.TemplateError(f"step {self.step} has no tensor that matches `{unused[0]}`")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
 
 
@@ -373,7 +373,7 @@ def without_ties(tensors: Mapping[str, TensorInfo], requests: list[Any]) -> list
 def rect_of(step: int, name: str, info: TensorInfo | None, ranges: tuple[slice, ...]) -> tuple[list[int], list[int]]:
     """Returns offset and shape of the part of a tensor that the ranges select."""
     if info is None:
-        raise _native.NotFoundError(f"step {step} has no tensor `{name}`")
+        raise _native.TemplateError(f"step {step} has no tensor `{name}`")
     if len(ranges) > len(info.shape):
         raise _native.InvalidArgumentError(f"slices[{name!r}]: {len(ranges)} slices, but the tensor has shape {list(info.shape)}")
     offset, shape = [0] * len(info.shape), list(info.shape)

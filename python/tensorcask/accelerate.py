@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from . import _native, _ranks
 from ._options import Step
@@ -36,7 +36,9 @@ def save_state(accelerator: Any, engine: Engine, *, step: int, user: Mapping[str
     """Saves everything that the accelerator has prepared. Call it on all ranks, between two steps of the optimizer."""
     own: dict[str, Any] = {"random": _ranks.random_states(), "step": accelerator.step}
     own["data"] = [loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None for loader in accelerator._dataloaders]
-    _ranks.save(engine, _state(accelerator, engine), own, step, user)
+    _check(accelerator, engine)
+    optimizers = [_ranks.optimizer_state(model, *optimizers) for model, optimizers in _pairs(accelerator)]
+    _ranks.save(engine, _state(accelerator, optimizers), own, step, user)
 
 
 def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int | None:
@@ -45,13 +47,22 @@ def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int |
     ``latest`` is the newest step that all ranks can load. Skipping the batches of the current epoch is left to the caller:
     ``accelerator.skip_first_batches``.
     """
-    target = _state(accelerator, engine)
-    found = _ranks.load(engine, target, step)
-    if found is None:
-        return None
-    state, own = found.state, found.own
-    for at, (model, optimizers) in enumerate(_pairs(accelerator)):
-        set_state_dict(model, optimizers, model_state_dict=state["models"][str(at)], optim_state_dict=state["optimizers"][str(at)])
+    _check(accelerator, engine)
+    pairs = _pairs(accelerator)
+
+    def template(saved: Mapping[str, Any]) -> dict[str, Any]:
+        slots = saved.get("optimizers", {})
+        states = [_ranks.optimizer_template(slots.get(str(at)), model, *optimizers) for at, (model, optimizers) in enumerate(pairs)]
+        return _state(accelerator, states)
+
+    with _ranks.untouched(optimizer for _, optimizers in pairs for optimizer in optimizers):
+        found = _ranks.load(engine, template, step)
+        if found is None:
+            return None
+        state, own = found.state, found.own
+        for at, (model, optimizers) in enumerate(pairs):
+            set_model_state_dict(model, state["models"][str(at)])
+            _ranks.set_optimizer_state(state["optimizers"][str(at)], model, *optimizers)
     for scheduler, saved in zip(accelerator._schedulers, _in_order(state["schedulers"]), strict=True):
         scheduler.load_state_dict(saved)
     for custom, saved in zip(accelerator._custom_objects, _in_order(state["objects"]), strict=True):
@@ -67,8 +78,8 @@ def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int |
     return found.step
 
 
-def _state(accelerator: Any, engine: Engine) -> dict[str, Any]:
-    """What all ranks have."""
+def _check(accelerator: Any, engine: Engine) -> None:
+    """Refuses trainings whose state is not complete here."""
     kind = accelerator.distributed_type.value
     is_old = kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False)
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or is_old:
@@ -78,10 +89,13 @@ def _state(accelerator: Any, engine: Engine) -> dict[str, Any]:
             f"the engine is of rank {engine.rank} of {engine.world}, but the accelerator of rank {accelerator.process_index} of "
             f"{accelerator.num_processes}. Pass rank= and world= to tensorcask.Engine"
         )
-    states = [get_state_dict(model, optimizers) for model, optimizers in _pairs(accelerator)]
+
+
+def _state(accelerator: Any, optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks have."""
     return {
-        "models": _numbered([model for model, _ in states]),
-        "optimizers": _numbered([optimizer for _, optimizer in states]),
+        "models": _numbered([get_model_state_dict(model) for model in accelerator._models]),
+        "optimizers": _numbered(optimizers),
         "schedulers": _numbered([scheduler.state_dict() for scheduler in accelerator._schedulers]),
         "objects": _numbered([custom.state_dict() for custom in accelerator._custom_objects]),
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),

@@ -132,6 +132,10 @@ class Engine:
     after ``agent_idle_exit`` seconds without work. ``folder``: in shared memory; ``$TENSORCASK_ENGINE_DIR``, or
     ``/dev/shm/tensorcask-<uid>``. ``store_timeout``: seconds to wait for the store to tell whether memory is up to date.
 
+    ``overwrite``: whether an engine that has restored no step may replace the steps that are there. By default, its first save of such
+    a step is a ``ConflictError``: a program that takes a later start for the first one would replace them all. After a restore, later
+    steps are saved again as the training goes on.
+
     Making one takes the run over: a job elsewhere that was writing to the store finds out at its next save.
     """
 
@@ -168,6 +172,7 @@ class Engine:
         agent_idle_exit: float = 900.0,
         folder: str | os.PathLike[str] | None = None,
         store_timeout: float = 5.0,
+        overwrite: bool = False,
     ) -> None:
         if isinstance(store, Store):
             raise TypeError("the engine opens the store by itself, in another process: pass its url, and config=")
@@ -183,6 +188,8 @@ class Engine:
         self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
+        # Whether saves may replace steps.
+        self._may_replace = overwrite
         # Number of agreements through the store.
         self._agreed = 0
         self._native = _native.Engine(
@@ -309,6 +316,7 @@ class Engine:
             deferred.append((*row, None if tied == len(deferred) else tied))
         blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
         arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
+        self._check_first_save(step)
         # This rank may have no element of a tensor, which is then not saved here.
         saved_here = {row[0] for row in (*tensors, *deferred)}
         rows = {name: found for name, found in named.items() if name in saved_here or name not in flat.tensors}
@@ -326,6 +334,18 @@ class Engine:
         copies = _device.Copies() if native.is_skipped else self._arena.copy(native, sources)
         self._saving = saving = Saving(self, native, copies, None, confirm)
         return saving
+
+    def _check_first_save(self, step: int) -> None:
+        """Refuses to replace the steps of a run that this engine does not go on from."""
+        if self._may_replace:
+            return
+        newest = max((found.step for found in self.loadable()), default=-1)
+        if step <= newest:
+            raise _native.ConflictError(
+                f"{self._store.url}: the store has steps up to {newest}, and this engine has restored none of them. Saving step {step} would "
+                "replace them. Restore a step first, use another store, or pass overwrite=True to tensorcask.Engine"
+            )
+        self._may_replace = True
 
     def _settle(self) -> None:
         """Ends a save that has begun."""
@@ -407,6 +427,7 @@ class Engine:
             return buffers
 
         facts = self._native.restore(None if step == "latest" else check_step(step), parts, places)
+        self._may_replace = True
         loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
         loaded.update({name: loaded[first] for name, first in tied.items()})
         loaded.update(targets)
@@ -468,6 +489,7 @@ class Engine:
 
     def discard_after(self, step: int) -> int:
         """Discards raw states of later steps, which other ranks do not have. Returns their number."""
+        self._may_replace = True
         return self._native.discard_after(check_step(step))
 
     def wait(self, until: str = "durable", timeout: float | None = None, *, step: int | None = None) -> Waited:

@@ -46,12 +46,7 @@ from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from . import _native, _ranks
 from ._files import write_whole
@@ -198,8 +193,7 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         found = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state: dict[str, Any] = get_optimizer_state_dict(self._module(), found)
-        return state
+        return _ranks.optimizer_state(self._module(), found)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Does nothing: ``load_checkpoint`` has filled the model."""
@@ -237,14 +231,21 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         lightning_module: Any = self.lightning_module
         is_training = lightning_module.trainer.state.fn == TrainerFn.FITTING
         module, optimizers = self._module(), self.optimizers if is_training else []
-        target = {"state_dict": get_model_state_dict(module), "optimizer_states": [self.optimizer_state(found) for found in optimizers]}
-        found = _ranks.load(self.engine, target, step, partial=True)
-        if found is None:
-            return _Nothing({"pytorch-lightning_version": pl.__version__})
-        set_model_state_dict(module, found.state["state_dict"])
-        if "optimizer_states" in found.state:
-            for optimizer, saved in zip(optimizers, found.state["optimizer_states"], strict=False):
-                set_optimizer_state_dict(module, optimizer, saved)
+
+        def template(saved: Mapping[str, Any]) -> dict[str, Any]:
+            target = {"state_dict": get_model_state_dict(module)}
+            if "optimizer_states" not in saved:
+                return target
+            states = zip(optimizers, saved["optimizer_states"], strict=False)
+            return {**target, "optimizer_states": [_ranks.optimizer_template(state, module, optimizer) for optimizer, state in states]}
+
+        with _ranks.untouched(optimizers):
+            found = _ranks.load(self.engine, template, step, partial=True)
+            if found is None:
+                return _Nothing({"pytorch-lightning_version": pl.__version__})
+            set_model_state_dict(module, found.state["state_dict"])
+            for optimizer, saved in zip(optimizers, found.state.get("optimizer_states", ()), strict=False):
+                _ranks.set_optimizer_state(saved, module, optimizer)
         if found.is_own:
             _ranks.set_random_states(found.own["random"])
         return {**found.state, **found.own["checkpoint"]}

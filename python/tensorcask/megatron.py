@@ -270,7 +270,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         for value in nested_values(sharded_state_dict):
             key = value.unique_key if isinstance(value, ShardedObject) else value.key
             if key not in stored or isinstance(value, ShardedTensor) != isinstance(stored[key], TensorInfo):
-                raise _native.NotFoundError(f"step {snapshot.step} has no {type(value).__name__} `{key}`")
+                raise _native.TemplateError(f"step {snapshot.step} has no {type(value).__name__} `{key}`")
             if isinstance(value, ShardedTensor):
                 wanted.append(_request(value, stored[key]))
             else:
@@ -291,7 +291,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
                     # Another rank of another layout has saved it.
                     stored = stored or _stored(engine.store.snapshot(step))
                     if value.unique_key not in stored:
-                        raise _native.NotFoundError(f"step {step} has no ShardedObject `{value.unique_key}`")
+                        raise _native.TemplateError(f"step {step} has no ShardedObject `{value.unique_key}`")
                     found = resolve(engine.store.snapshot(step), stored[value.unique_key])
                 value.data = _decoded(_ranks.with_tensors(found[0]))
                 continue

@@ -253,7 +253,7 @@ def _restore_through(engine: Engine, step: int, tree: Any) -> Any:
         found = values
         for key in keys:
             if not isinstance(found, dict) or key not in found:
-                raise _native.NotFoundError(f"step {step} has no `{'/'.join(keys)}`")
+                raise _native.TemplateError(f"step {step} has no `{'/'.join(keys)}`")
             found = found[key]
         return found
 
@@ -295,7 +295,7 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
     found = nested
     for key in keys or ("value",):
         if not isinstance(found, dict) or key not in found:
-            raise _native.NotFoundError(f"step {snapshot.step} has no `{name}`")
+            raise _native.TemplateError(f"step {snapshot.step} has no `{name}`")
         found = found[key]
     is_array = isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
     if isinstance(found, dict) or is_array and not isinstance(found, TensorInfo):

@@ -118,6 +118,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         for key in config.exclude_from_loading:
             if key not in self.states:
                 raise ValueError(f"{key} not found in state_dict.")
+        # A look first: torchtitan makes the moments of new optimizers to describe them.
+        if _ranks.restore(self.engine, "latest" if step == -1 else step, out={}, partial=True) is None:
+            return self._load_initial()
         # A seed checkpoint, step 0, has only the model.
         is_seed = step == 0 or step == -1 and [found.step for found in self.engine.loadable()] == [0]
         target = dict(self.states[MODEL].state_dict()) if is_seed else self._state(config.exclude_from_loading)

@@ -117,11 +117,11 @@ def checkpoint(target: _ranks.Target, folder: str | os.PathLike[str], step: Step
     assert isinstance(opened, Store)
     try:
         snapshot = opened.snapshot(step)
-        loaded = snapshot.load(framework="torch")
     except _native.NotFoundError:
         if step == "latest":
             return None
         raise
+    loaded = snapshot.load(framework="torch")
     return str(_write(loaded, folder, snapshot.step, opened.url))
 
 

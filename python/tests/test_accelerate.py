@@ -25,10 +25,21 @@ class Counter:
         self.count, self.mean = state["count"], state["mean"]
 
 
-def prepared():
+class Model(torch.nn.Sequential):
+    """Uses its first layers, whatever others it has."""
+
+    def forward(self, batch):
+        for layer in self[:3]:
+            batch = layer(batch)
+        return batch
+
+
+def prepared(**others):
     torch.manual_seed(1)
     accelerator = accelerate.Accelerator(cpu=True)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+    model = Model(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
+    for name, layer in others.items():
+        model.add_module(name, layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     counter = Counter()
@@ -67,6 +78,48 @@ def test_an_accelerator_goes_on_as_if_it_had_not_stopped(url, host_memory):
         engine.finish()
     found = tensorcask.Store(url).snapshot()
     assert found.user["epoch"] == 1 and "optimizers.0.state.0.weight.exp_avg" in found.tensors()
+
+
+def bits(prepared):
+    """Everything that a training step depends on."""
+    _, model, optimizer, schedule, _ = prepared
+    return str(([(name, p.tolist(), p.grad) for name, p in model.named_parameters()], optimizer.state_dict(), schedule.state_dict(), torch.get_rng_state().tolist()))
+
+
+def test_a_look_and_a_save_change_nothing(url, host_memory):
+    """PyTorch describes a new optimizer by a step that counts."""
+    expected = train(*prepared(), 3)
+    looked = prepared()
+    before = bits(looked)
+    with tensorcask.Engine(url) as engine:
+        assert load_state(looked[0], engine) is None
+        assert bits(looked) == before
+        save_state(looked[0], engine, step=0)
+        assert bits(looked) == before
+        assert train(*looked, 3) == expected
+        engine.wait("durable", 60)
+    resumed = prepared()
+    with tensorcask.Engine(url) as engine:
+        assert load_state(resumed[0], engine) == 0
+        assert bits(resumed) == before and train(*resumed, 3) == expected
+        # A template that cannot be filled: the training can still begin, and the error is not that of a first start.
+        grown = prepared(added=torch.nn.Linear(1, 1))
+        before = bits(grown)
+        with pytest.raises(tensorcask.TemplateError, match="added"):
+            load_state(grown[0], engine)
+        assert bits(grown) == before
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_moments(url, host_memory):
+    whole = prepared(unused=torch.nn.Linear(2, 2))
+    with tensorcask.Engine(url) as engine:
+        train(*whole, 2)
+        save_state(whole[0], engine, step=2)
+        expected = train(*whole, 2)
+        resumed = prepared(unused=torch.nn.Linear(2, 2))
+        assert load_state(resumed[0], engine) == 2
+        assert train(*resumed, 2) == expected
+        assert bits(resumed) == bits(whole)
 
 
 def test_what_cannot_be_saved_is_refused(url, host_memory, monkeypatch):

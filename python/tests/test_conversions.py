@@ -76,7 +76,7 @@ def test_a_mapping_converts_by_role_and_name(memory):
     assert found({"model": "bf16"}, tensors="master.*") == {}
     # An unknown role is accepted; an unknown name is an error.
     assert found({"momentum": "bf16"}) == {}
-    with pytest.raises(tensorcask.NotFoundError, match="dtype: .*`modle.w`"):
+    with pytest.raises(tensorcask.TemplateError, match="dtype: .*`modle.w`"):
         tensorcask.load(memory, dtype={"modle.w": "bf16"})
     with pytest.raises(ValueError, match="dtype: "):
         tensorcask.load(memory, dtype={"[": "bf16"})

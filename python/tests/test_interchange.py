@@ -291,5 +291,5 @@ def test_arguments_of_export_that_do_not_fit_are_named(tmp_path, url):
         with pytest.raises(ValueError, match=says):
             export(url, tmp_path / "target", **({"format": "safetensors"} | arguments))
         assert not (tmp_path / "target").exists()
-    with pytest.raises(tensorcask.NotFoundError, match="no tensor that matches `absent"):
+    with pytest.raises(tensorcask.TemplateError, match="no tensor that matches `absent"):
         export(url, tmp_path / "target.safetensors", tensors="absent.*")

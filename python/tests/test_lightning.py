@@ -1,6 +1,7 @@
 """Lightning's trainer over a store: the real library."""
 
 import json
+import shutil
 import sys
 import warnings
 
@@ -154,3 +155,42 @@ def test_a_strategy_saves_through_the_engine_deletes_and_resumes(by_file, tmp_pa
         fresh.test_step = lambda batch, batch_idx: fresh.losses.append(float((fresh.layer(batch) ** 2).mean()))
         trainer.test(fresh, torch.utils.data.DataLoader(torch.ones(1, 8)), ckpt_path=last, verbose=False)
     assert len(fresh.losses) == 1
+
+
+class Changing(Module):
+    """A module with a layer that no batch uses, and in a later start with one buffer more."""
+
+    def __init__(self, grows=False):
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+        if grows:
+            self.register_buffer("added", torch.zeros(3))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_a_start_that_finds_steps_is_no_first_start(tmp_path, url, host_memory, no_group):
+    def fit_module(module, steps, resume):
+        options = {"process_group_backend": "gloo", "find_unused_parameters": True}
+        keep = lightning.callbacks.ModelCheckpoint(tmp_path / "files", every_n_train_steps=2, save_top_k=-1)
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", devices=1, strategy=DDPStrategy(url, **options), callbacks=[keep],
+            enable_progress_bar=False, enable_model_summary=False, logger=False,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(module, torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=1), ckpt_path=resume)
+        return module
+
+    # Without a look, and with one: the same training, although LATEST asks whether there is a step.
+    first = fit_module(Changing(), 4, None)
+    before = tensorcask.load(url, 4)["state_dict"]
+    with pytest.raises(tensorcask.TemplateError, match="added"):
+        fit_module(Changing(grows=True), 8, LATEST)
+    with pytest.raises(tensorcask.ConflictError, match="the store has steps up to 4, and this engine has restored none"):
+        fit_module(Changing(), 4, None)
+    assert torch.equal(tensorcask.load(url, 4)["state_dict"]["layer.weight"], before["layer.weight"])
+    resumed = fit_module(Changing(), 8, LATEST)
+    assert len(resumed.losses) == 4
+    shutil.rmtree(url)
+    looked = fit_module(Changing(), 8, LATEST)
+    assert looked.losses == first.losses + resumed.losses

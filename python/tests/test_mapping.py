@@ -67,7 +67,7 @@ def test_a_prefix_is_stripped(store):
     assert store.load(tensors="model.w", strip_prefix="model.").keys() == {"w"}
     with pytest.raises(ValueError, match="strip_prefix='model.': tensor 'head' does not begin with it"):
         store.load(tensors="*", strip_prefix="model.")
-    with pytest.raises(tensorcask.NotFoundError, match="absent"):
+    with pytest.raises(tensorcask.TemplateError, match="absent"):
         store.load(strip_prefix="absent.")
     for arguments in ({"out": {"head": torch.zeros(1)}}, {"slices": {"head": slice(0, 1)}}):
         with pytest.raises(ValueError, match="strip_prefix= is for whole tensors"):

@@ -83,7 +83,7 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         manager.save(2, args=Save({"w": jnp.ones((2, 3))}))
         with pytest.raises(tensorcask.InvalidArgumentError, match=r"`w` has shape \[2, 3\] in the store, but \[3, 3\]"):
             manager.restore(2, args=Restore({"w": jnp.ones((3, 3))}))
-        with pytest.raises(tensorcask.NotFoundError, match="step 2 has no `other`"):
+        with pytest.raises(tensorcask.TemplateError, match="step 2 has no `other`"):
             manager.restore(2, args=Restore({"other": jnp.ones((3, 3))}))
         manager.save(3, args=Save({"deep": {"w": jnp.ones(2)}, "n": 1}))
         for wrong in ({"deep": jnp.ones(2), "n": 1}, {"deep": {"w": jnp.ones(2)}, "n": jnp.ones(2)}):
