@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from . import _device, _dtypes, _frameworks, _native, _planners, _process_stores
+from . import _device, _dtypes, _frameworks, _native, _planners, _process_stores, _refusals
 from ._handle import StoreHandle as Store
 from ._options import Framework, Step
 from ._reports import TensorInfo
 from ._snapshot import Snapshot, trees_of
+from ._state import path_text
 from ._steps import step_in, step_of
 
 _log = logging.getLogger("tensorcask")
@@ -140,6 +141,9 @@ class Reader(StorageReader):  # type: ignore[misc]
         for fqn, info in self._arrays.items():
             if isinstance(template.get(fqn), torch.Tensor):
                 metadata.state_dict_metadata[fqn] = _describe(info)
+        for fqn, value in template.items():
+            if isinstance(value, torch.Tensor):
+                _refusals.check_placements(value, path_text((fqn,)))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self._warn_about_moments_left_out({str(item.dest_index.fqn) for item in plan.items})

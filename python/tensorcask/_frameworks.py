@@ -24,9 +24,9 @@ from ._dtypes import (
     torch_shape,
     torch_shape_in_store,
 )
-from ._errors import InvalidTypeError, InvalidValueError, TemplateError
+from ._errors import InvalidTypeError, InvalidValueError
 from ._refusals import check_torch, is_plain_torch
-from ._shard import Shard, Shards, is_given_part, is_part
+from ._shard import Shard, Shards, is_described_part, is_given_part, is_part, parts_of_described
 
 _PLAIN_NUMPY_KINDS = "biufc"
 _NO_ARRAYS = frozenset((dict, list, tuple, str, int, float, bool, bytes, bytearray, type(None)))
@@ -158,7 +158,12 @@ def lend(
     """
     framework = framework_of(value)
     if is_given_part(value) and not sharded:
-        raise UnstorableTypeError(f"{path}: a Shard can only be saved by tensorcask.Engine, on all ranks")
+        raise UnstorableTypeError(
+            f"{path}: a part of a tensor (a Shard, or a tensor with global_offsets) can only be saved by tensorcask.Engine or "
+            "torch.distributed.checkpoint, on all ranks"
+        )
+    if is_described_part(value):
+        value = parts_of_described(value)
     if isinstance(value, Shards):
         first, *others = (lend(part, path, contiguous, True, deferred) for part in value.parts)
         return first._replace(others=tuple(others))
@@ -192,6 +197,12 @@ def lend(
 
 def local_part(value: Any, path: object) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """Returns the local part of a DTensor or shard, and its global shape and first index in elements of the store."""
+    if is_described_part(value):
+        value = parts_of_described(value)
+    if isinstance(value, Shards):
+        if len(value.parts) != 1:
+            raise UnstorableTypeError(f"{path}: {len(value.parts)} parts of one tensor. They are restored one by one: pass Shards")
+        value = value.parts[0]
     if isinstance(value, Shard):
         local = value.data.detach() if framework_of(value) == "torch" else value.data
         whole, first = tuple(map(int, value.shape)), [int(at) for at in value.offset]
@@ -207,6 +218,13 @@ def local_part(value: Any, path: object) -> tuple[Any, tuple[int, ...], tuple[in
             raise UnstorableTypeError(f"{path}: a DTensor with placement {placement}; only Shard and Replicate can be stored")
     local = value.to_local().detach()
     shape, offset = compute(value.shape, value.device_mesh, value.placements)
+    chunks = getattr(value._local_tensor, "__create_chunk_list__", None)
+    if chunks is not None:
+        # Uneven shards, such as those of Megatron-FSDP, know their places.
+        found = list(chunks())
+        if len(found) != 1:
+            raise UnstorableTypeError(f"{path}: a DTensor whose local part is {len(found)} chunks. Save it by torch.distributed.checkpoint")
+        shape, offset = found[0].sizes, found[0].offsets
     if tuple(shape) != tuple(local.shape):
         raise UnstorableTypeError(f"{path}: a DTensor whose local part has shape {list(local.shape)}; its placements give {list(shape)}")
     dtype = check_torch(local, path)
@@ -350,7 +368,7 @@ def place_in(
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
-        raise TemplateError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
+        raise _native.TemplateError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
 
     if framework == "torch":
         torch = sys.modules["torch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache
 from typing import Any
@@ -25,12 +26,31 @@ def check_torch_shape(tensor: Any, path: object) -> None:
     if is_sharded(tensor):
         # Most attributes of these tensors raise errors. Their shards are checked instead.
         return
+    check_placements(tensor, path)
     if not is_plain_torch(tensor) and sys.modules["torch"].nn.parameter.is_lazy(tensor):
         raise UnstorableTypeError(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
     if tensor.is_nested:
         raise UnstorableTypeError(
             f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()"
         )
+
+
+def check_placements(tensor: Any, path: object) -> None:
+    """Refuses DTensors whose local part is several pieces of the whole tensor. DCP takes it for one piece, and mixes up the elements."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None or hasattr(getattr(tensor, "_local_tensor", None), "__create_write_items__"):
+        return
+    for at, placement in enumerate(placements):
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            continue
+        # One piece: the axes of the mesh that follow split the same dimension first, as tensor parallelism does before FSDP2.
+        inner = [tensor.device_mesh.size(after) for after in range(at + 1, len(placements)) if placements[after].is_shard(placement.dim)]
+        if factor != math.prod(inner):
+            raise UnstorableTypeError(
+                f"{path}: a DTensor with placements {placements}, whose local part is {factor} pieces of the tensor. "
+                "Redistribute it to Shard placements first"
+            )
 
 
 def check_torch_data(tensor: Any, path: object) -> None:

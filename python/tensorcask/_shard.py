@@ -43,11 +43,34 @@ class Shards:
         return self.parts[0].data
 
 
+# Attributes by which a torch tensor says that it holds parts of a larger one: a ``CheckpointableTensor`` of DCP.
+PART_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def is_described_part(value: Any) -> bool:
+    """Whether a torch tensor says by its attributes which parts of a larger tensor it holds."""
+    return hasattr(value, "global_offsets") and all(hasattr(value, name) for name in PART_ATTRIBUTES)
+
+
+def parts_of_described(tensor: Any) -> Shards:
+    """The parts that a torch tensor holds by its attributes. A tensor without parts gets an empty one."""
+    shape, memory = tuple(tensor.global_shape), tensor.detach()
+    rows = list(zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True))
+    nothing = (0,) * len(shape)
+    parts = []
+    for offset, begin, size in rows or [(nothing, nothing, nothing)]:
+        data = memory[tuple(slice(at, at + length) for at, length in zip(begin, size, strict=True))] if begin else memory
+        if tuple(data.shape) != tuple(size):
+            raise InvalidValueError(f"a part of {list(size)} at {list(begin)} is not inside of a tensor of shape {list(memory.shape)}")
+        parts.append(Shard(data, shape, tuple(offset)))
+    return Shards(tuple(parts))
+
+
 def is_given_part(value: Any) -> bool:
     """Whether a value is a :class:`Shard`, or several of one tensor."""
-    return isinstance(value, (Shard, Shards))
+    return isinstance(value, (Shard, Shards)) or is_described_part(value)
 
 
 def is_part(value: Any) -> bool:
-    """Whether a value is a part of a tensor: a DTensor or a :class:`Shard`."""
+    """Whether a value is a part of a tensor: a DTensor, a :class:`Shard`, or a tensor that says so."""
     return is_given_part(value) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from . import _frameworks, _native, _refusals
 from ._device import is_plain
 from ._dtypes import UnstorableTypeError
+from ._shard import PART_ATTRIBUTES, is_described_part
 from ._state import OnUnsupported
 
 # Stands for a value that is left out.
@@ -59,6 +61,7 @@ class Stager:
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
     def _note(self, tensor: torch.Tensor, path: str) -> None:
+        _check_description(tensor, path)
         if not _refusals.is_sharded(tensor):
             _refusals.check_torch_data(tensor, path)
         for local in _locals(tensor):
@@ -92,11 +95,13 @@ def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, torch.Tensor):
         return value
-    if _refusals.is_sharded(value):
+    if _shards_wrapper(value) is None and _refusals.is_sharded(value):
         return _sharded_copy(value, copies)
-    copied = copies[_key(_locals(value)[0])]
+    copied = _local_copy(value, copies)
     if isinstance(value, DTensor):
-        return DTensor.from_local(copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+        layout = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+        copied = DTensor.from_local(copied, value.device_mesh, value.placements, **layout)
+    _describe_like(copied, value)
     return copied
 
 
@@ -169,8 +174,56 @@ def _copied(value: Any, path: str) -> Any:
         raise UnstorableTypeError(f"{path}: {name} cannot be copied for an asynchronous save: {error}") from error
 
 
+def _own(tensor: Any) -> Any:
+    """The tensor that DCP asks about the shards: the local part of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _shards_wrapper(tensor: Any) -> Any:
+    """The wrapper of several local shards that a tensor is, or that its local part is; None for other tensors."""
+    return _own(tensor) if isinstance(_own(tensor), LocalShardsWrapper) else None
+
+
+# Methods by which a tensor describes its shards to DCP. They get the tensor that they describe, so a copy may have them.
+_DESCRIBING = ("__create_write_items__", "__create_chunk_list__")
+
+
+def _check_description(tensor: Any, path: str) -> None:
+    """Refuses tensors that tell DCP about their shards in a way that a copy cannot repeat."""
+    own = _own(tensor)
+    if _shards_wrapper(tensor) is not None or _refusals.is_sharded(tensor):
+        return
+    if hasattr(own, "__get_tensor_shard__") or any(hasattr(type(own), name) for name in _DESCRIBING):
+        raise UnstorableTypeError(
+            f"{path}: a {type(own).__qualname__} gives DCP its shards by methods of its own. They cannot be copied for an asynchronous "
+            "save. Save it by dcp.save"
+        )
+
+
+def _local_copy(tensor: Any, copies: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    """The copy of the local part of a tensor."""
+    wrapper = _shards_wrapper(tensor)
+    if wrapper is not None:
+        return LocalShardsWrapper([copies[_key(local)] for local in _locals(tensor)], list(wrapper.local_offsets()))
+    # A tensor of its own: another one may have the same memory as another part.
+    return copies[_key(_locals(tensor)[0])].detach()
+
+
+def _describe_like(copied: Any, original: Any) -> None:
+    """Gives the copy of a tensor everything that tells DCP which part it is."""
+    target, source = _own(copied), _own(original)
+    if _shards_wrapper(original) is not None:
+        return
+    for name in PART_ATTRIBUTES if is_described_part(source) else _DESCRIBING:
+        if hasattr(source, name):
+            setattr(target, name, getattr(source, name))
+
+
 def _locals(tensor: Any) -> list[torch.Tensor]:
     """The tensors of this rank that a tensor is made of."""
+    wrapper = _shards_wrapper(tensor)
+    if wrapper is not None:
+        return [shard.detach() for shard in wrapper.local_shards()]
     if _refusals.is_sharded(tensor):
         return [shard.tensor.detach() for shard in tensor.local_shards()]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()]

@@ -276,7 +276,7 @@ def _has_same_bytes(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return struct.pack("<d", one) == struct.pack("<d", other)
     if isinstance(one, io.BytesIO):
-        return one.getvalue() == other.getvalue()
+        return bool(one.getvalue() == other.getvalue())
     # Ranks that name one tensor have one object.
     return _frameworks.framework_of(one) is None and bool(one == other)
 
@@ -362,6 +362,7 @@ def tensor_paths(nodes: Iterable[Node]) -> Iterator[tuple[Path, str]]:
     # The keys that are still to come, of each open container, and the path to the container.
     open_containers: list[tuple[Path, Iterator[Any]]] = [((), iter((None,)))]
     for kind, value in nodes:
+        key: Any
         while (key := next(open_containers[-1][1], _END)) is _END:
             open_containers.pop()
         path = open_containers[-1][0] if key is None else (*open_containers[-1][0], key)
