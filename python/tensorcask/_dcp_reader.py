@@ -236,7 +236,7 @@ def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence
         # Tied tensors share memory. Only the first is read in place.
         direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
         direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
-        staged = plain if direct else torch.empty(tuple(shape), dtype=dtype)
+        staged = plain if direct else torch.empty(tuple(shape), dtype=dtype, device="cpu")
         if direct:
             addresses.add(_device.written(plain).data_ptr())
         else:

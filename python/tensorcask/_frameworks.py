@@ -319,7 +319,7 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
     """Allocates an array of a framework for a tensor."""
     if framework == "torch":
         torch = _import("torch")
-        tensor = torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name))
+        tensor = torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name), device="cpu")
         return Place(torch_bytes(torch, tensor), lambda: tensor)
     if framework == "numpy":
         return _numpy_place(dtype, shape, name, lambda array: array)

@@ -30,7 +30,7 @@ class Arena:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
-        self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        self.pieces = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
         # Time for which the copy into this memory stopped the training.
         self.stall_seconds: float | None = None
         # Changed rows of the tensors in this memory, by the address of the tensor in decimal.

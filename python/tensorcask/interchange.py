@@ -262,6 +262,7 @@ def _read_torch(path: Path, allow: Sequence[str]) -> Any:
 
 
 def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._nested_dict import set_element
     from torch.distributed.checkpoint.api import CheckpointException
@@ -283,7 +284,8 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
 
     state: dict[str, Any] = {}
     try:
-        _load_state_dict(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
+        with torch.device("cpu"):
+            _load_state_dict(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
     except CheckpointException as failed:
         error, _ = next(iter(failed.failures.values()))
         raise error from None

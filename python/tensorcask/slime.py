@@ -360,7 +360,7 @@ def _write_whole(path: Path, tensors: dict[str, RawTensor]) -> None:
 
     def tensor(name: str, raw: RawTensor) -> Any:
         dtype = _dtypes.torch_dtype(torch, raw.dtype, name)
-        flat = torch.frombuffer(raw.data, dtype=torch.uint8) if raw.data else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(raw.data, dtype=torch.uint8) if raw.data else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(dtype).reshape(_dtypes.torch_shape(raw.dtype, raw.shape, name))
 
     made = {name: tensor(name, raw) for name, raw in tensors.items()}
