@@ -17,6 +17,7 @@ with its checksum. A version that is saved again, or was forgotten, is noticed, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from ._store import Store, open_store
 from .engine import Engine
 
 __all__ = ["Publisher", "Subscriber"]
+
+_log = logging.getLogger("tensorcask")
 
 
 class Publisher:
@@ -60,6 +63,8 @@ class Subscriber:
     def __init__(self, store: Store | str, out: Mapping[str, Any], *, prefix: str = "") -> None:
         self._store, self._out, self._prefix = open_store(store, None), out, prefix
         self._held: tuple[int, str] | None = None
+        # Id of the snapshot that could not be read.
+        self._damaged: str | None = None
 
     @property
     def version(self) -> int | None:
@@ -87,15 +92,40 @@ class Subscriber:
 
     def watch(self, timeout: float | None = None, interval: float = 0.5) -> Iterator[int]:
         """Updates to each new version, and yields it. Versions that are published meanwhile are passed over. Ends after ``timeout``
-        seconds without a new one. ``interval``: seconds between two looks at the store."""
-        last = time.monotonic()
+        seconds without a new one. ``interval``: seconds between two looks at the store.
+
+        Goes on if the storage fails, with a warning, and looks again. After ``timeout`` seconds, the last error is raised. A damaged
+        version is passed over: the next one may be whole.
+        """
+        last, problem = time.monotonic(), None
         while timeout is None or time.monotonic() - last < timeout:
-            version = self.update()
+            try:
+                version, problem = self._update_past_damage(), None
+            except (_native.StorageError, _native.NotFoundError) as error:
+                if problem is None:
+                    _log.warning("%s does not answer; looking again every %s s: %s", self._store.url, interval, error)
+                version, problem = None, error
             if version is None:
                 time.sleep(interval)
                 continue
             yield version
             last = time.monotonic()
+        if problem is not None:
+            raise problem
+
+    def _update_past_damage(self) -> int | None:
+        try:
+            newest = self._store.snapshot()
+        except _native.NotFoundError:
+            return None
+        if newest.id == self._damaged:
+            return None
+        try:
+            return self.update()
+        except _native.CorruptionError as error:
+            _log.warning("version %s of %s is damaged, and passed over: %s", newest.step, self._store.url, error)
+            self._damaged = newest.id
+            return None
 
     def named_tensors(self) -> Iterator[tuple[str, Any]]:
         """Names and tensors, as inference engines load them. They share the memory of this object."""

@@ -1,7 +1,9 @@
 """Weights that a trainer publishes and inference engines follow."""
 
+import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import tensorcask
@@ -74,6 +76,82 @@ def test_after_a_failed_update_no_version_is_held(url):
     shutil.rmtree(url)
     with pytest.raises(tensorcask.NotFoundError):
         policy.update(1)
+
+
+class Repair(logging.Handler):
+    """Repairs the store once it is reported."""
+
+    def __init__(self, repair):
+        super().__init__(logging.WARNING)
+        self.repair, self.told = repair, []
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+        self.repair()
+
+
+@pytest.fixture
+def repaired():
+    """Calls a function at the first warning."""
+    handlers = []
+
+    def begin(repair):
+        handlers.append(Repair(repair))
+        logging.getLogger("tensorcask").addHandler(handlers[-1])
+        return handlers[-1].told
+
+    yield begin
+    for handler in handlers:
+        logging.getLogger("tensorcask").removeHandler(handler)
+
+
+def large(version):
+    """Weights that are too large for a place in the manifest."""
+    return {"w": torch.randn(100_000, generator=torch.Generator().manual_seed(version))}
+
+
+def test_a_watch_goes_on_after_an_error_of_the_storage(url, repaired):
+    publisher, policy_state = Publisher(url, policy="full"), large(0)
+    policy = Subscriber(url, policy_state)
+    publisher.publish(large(1), 1)
+    versions = policy.watch(interval=0.01)
+    assert next(versions) == 1
+    publisher.publish(large(2), 2)
+    casks, aside = Path(url, "casks"), Path(url, "aside")
+    casks.rename(aside)
+    # A file in place of the folder: the storage fails.
+    casks.write_bytes(b"")
+
+    def repair():
+        casks.unlink()
+        aside.rename(casks)
+
+    told = repaired(repair)
+    assert next(versions) == 2 and torch.equal(policy_state["w"], large(2)["w"])
+    assert len(told) == 1 and "looking again every 0.01 s" in told[0]
+    # An error that stays is raised in the end.
+    publisher.publish(large(3), 3)
+    casks.rename(aside)
+    casks.write_bytes(b"")
+    logging.getLogger("tensorcask").handlers[-1].repair = lambda: None
+    with pytest.raises(tensorcask.StorageError):
+        list(policy.watch(timeout=0.05, interval=0.01))
+
+
+def test_a_watch_passes_over_a_damaged_version(url, repaired):
+    publisher, policy_state = Publisher(url, policy="full"), large(0)
+    publisher.publish(large(1), 1)
+    policy = Subscriber(url, policy_state)
+    known = set(Path(url, "casks").iterdir())
+    publisher.publish(large(2), 2)
+    for cask in set(Path(url, "casks").iterdir()) - known:
+        damaged = bytearray(cask.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        cask.chmod(0o600)
+        cask.write_bytes(damaged)
+    told = repaired(lambda: publisher.publish(large(3), 3))
+    assert next(policy.watch(interval=0.01)) == 3 and torch.equal(policy_state["w"], large(3)["w"])
+    assert len(told) == 1 and "version 2 of" in told[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
