@@ -1,14 +1,13 @@
 """Programs that set a default device: `torch.set_default_device("cuda")`. The device `meta` stands for it, because every machine has it, and
 a tensor that lands there has lost its data."""
 
-import json
 import sys
 
 import pytest
 import tensorcask
 import torch
 import torch.distributed.checkpoint as dcp
-from tensorcask import interchange, slime, weights
+from tensorcask import interchange, weights
 from tensorcask.torch import register, unregister
 
 
