@@ -1,48 +1,26 @@
-"""Pickles of other formats, read without running code from them.
+"""Files of PyTorch, read without running code from them.
 
-PyTorch's ``weights_only`` loader lets in tensors and plain values. Objects of other classes are let in by name
-(``allow``), and even then their class is never used: an inert stand-in collects the attributes of an object, and they
-become a plain mapping.
+Tensors are made by the functions that PyTorch's ``weights_only`` loader uses. Objects of other classes are let in by name
+(``allow``), and even then their class is never used: see :mod:`tensorcask._inert`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+import tarfile
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import IO, Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as described
 
-from . import _native
-
-
-class StandIn:
-    """An object of a class that is not loaded. ``vars()`` gives its attributes; ``arguments`` are those of its
-    constructor."""
-
-    __slots__ = ("__dict__", "arguments")
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any) -> StandIn:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.arguments = (*self.arguments, state)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__module__}.{type(self).__qualname__}{self.arguments} {vars(self)}>"
+from . import _inert, _native
+from ._inert import StandIn
 
 
 class RefusedPickle(Exception):
@@ -54,123 +32,179 @@ class RefusedPickle(Exception):
 
 
 def load(source: Path | io.BytesIO, allow: Sequence[str]) -> Any:
-    """The object that ``torch.save`` wrote, as tensors and plain values."""
-    with _stand_ins(allow):
-        try:
-            loaded = torch.load(source, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            # PyTorch puts the reason last, after advice to load without checks and before a link.
-            told = str(error).partition("\n\nCheck the documentation")[0].split("\n")
-            reason = told[-1].strip().removeprefix("WeightsUnpickler error: ")
-            raise RefusedPickle(_refused(source, reason), reason) from None
-        except OSError:
-            raise
-        except Exception as error:
-            # A damaged file fails in PyTorch with errors of any kind.
+    """The object that ``torch.save`` wrote, as tensors and plain values. A file whose checksums do not match is refused."""
+    for name in allow:
+        if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+            raise ValueError(f"allow={name!r}: use the full name of a class, such as argparse.Namespace")
+    _check_file(source)
+    known = _known()
+    made: list[_Unpickler] = []
+
+    class Unpickler(_Unpickler):
+        def __init__(self, file: Any, **options: Any) -> None:
+            super().__init__(file, known, allow, **options)
+            made.append(self)
+
+    module = types.SimpleNamespace(__name__="tensorcask", Unpickler=Unpickler, load=lambda file, **options: Unpickler(file, **options).load())
+    try:
+        with torch.sparse.check_sparse_tensor_invariants():
+            loaded: Any = torch.load(source, map_location="cpu", weights_only=False, pickle_module=module, mmap=False)
+        refused = [name for one in made for name in one.refused]
+        if not refused:
+            return _inert.plain(loaded)
+    except OSError:
+        raise
+    except Exception as error:
+        if "TORCH_FORCE_WEIGHTS_ONLY_LOAD" in str(error) or "explicit pickle_module" in str(error):
+            raise _native.UnsupportedError(
+                "TORCH_FORCE_WEIGHTS_ONLY_LOAD is set. Unset it for the import, which runs no code from a file either"
+            ) from None
+        # A damaged file fails in PyTorch with errors of any kind. So does one with objects that are not allowed.
+        refused = [name for one in made for name in one.refused]
+        if not refused:
             raise _native.CorruptionError(f"{_name(source)}: PyTorch cannot read this file: {error}") from error
-    return _plain(loaded, {}) if allow else loaded
+    is_blocked = any(one.is_blocked() for one in made)
+    raise RefusedPickle([] if is_blocked else sorted(set(refused)), f"it asks for {', '.join(sorted(set(refused)))}")
 
 
 def _name(source: Path | io.BytesIO) -> str:
     return str(source) if isinstance(source, Path) else "a value of the checkpoint"
 
 
-@contextmanager
-def _stand_ins(names: Sequence[str]) -> Iterator[None]:
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
-            raise ValueError(f"allow={name!r}: use the full name of a class, such as argparse.Namespace")
-    made = []
-    for name in names:
-        module, _, last = name.rpartition(".")
-        # PyTorch finds the stand-in under its module and name, which are those of the class.
-        made.append(type(last, (StandIn,), {"__module__": module, "__slots__": ()}))
-    # A stand-in also goes before a class that this process allowed for other loads, as Megatron allows argparse.Namespace.
-    hidden = [entry for entry in torch.serialization.get_safe_globals() if _full_name(entry) in names]
-    _replace_safe_globals(hidden, made)
+def _check_file(source: Path | io.BytesIO) -> None:
+    """Refuses files in forms that cannot be read without running code, and damaged ones."""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            head = file.read(4)
+    else:
+        head = source.getbuffer()[:4].tobytes()
+    if head == b"PK\3\4":
+        names = check_sums(source, _name(source))
+        if any(name.endswith("/constants.pkl") for name in names):
+            raise _native.UnsupportedError(
+                f"{_name(source)} is a TorchScript archive, which holds code. Load it with torch.jit.load(), and save its state_dict()"
+            )
+    elif isinstance(source, Path) and tarfile.is_tarfile(source):
+        raise _native.UnsupportedError(f"{_name(source)} has the form of PyTorch before 0.1.10. Load it with torch.load() and save it again")
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+
+
+def check_sums(source: Path | IO[bytes], name: str) -> list[str]:
+    """Compares the checksums of a file of ``torch.save`` and returns the names of its records. PyTorch does not compare them."""
     try:
-        yield
-    finally:
-        _replace_safe_globals(made, hidden)
+        with zipfile.ZipFile(source) as archive:
+            records = archive.infolist()
+            # After torch.serialization.set_crc32_options(False) there are none.
+            if any(record.CRC for record in records):
+                damaged = archive.testzip()
+                if damaged is not None:
+                    raise _native.CorruptionError(f"{name} is damaged: the checksum of its record {damaged} does not match")
+            return [record.filename for record in records]
+    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        raise _native.CorruptionError(f"{name} is damaged: {error}") from error
+
+
+def _known() -> dict[str, Any]:
+    """What PyTorch itself lets in, and what this process has allowed for all loads."""
+    from torch._weights_only_unpickler import _get_allowed_globals
+
+    found: dict[str, Any] = dict(_get_allowed_globals())
+    found["torch._tensor._rebuild_from_type_v2"] = _from_type
+    for entry in torch.serialization.get_safe_globals():
+        found[_full_name(entry)] = entry[0] if isinstance(entry, tuple) else entry
+    return found
 
 
 def _full_name(entry: Any) -> str:
     return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
-def _replace_safe_globals(gone: Sequence[Any], new: Sequence[Any]) -> None:
-    kept = [entry for entry in torch.serialization.get_safe_globals() if entry not in gone]
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([*kept, *new])
+def _from_type(make: Any, cls: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """``torch._tensor._rebuild_from_type_v2``: a tensor of a subclass, or one with attributes. A subclass that is not loaded becomes a
+    plain tensor, or its attributes if it is made of other tensors."""
+    if not (isinstance(cls, type) and issubclass(cls, StandIn)):
+        return torch._tensor._rebuild_from_type_v2(make, cls, arguments, state)
+    if make is not torch._utils._rebuild_wrapper_subclass and isinstance(found := make(*arguments), torch.Tensor) and not state:
+        return found
+    stand_in = cls()
+    stand_in.__setstate__(state)
+    return stand_in
 
 
-def _refused(source: Path | io.BytesIO, reason: str) -> list[str]:
-    """The names of the classes and functions that a pickle asks for and that are not allowed."""
-    if " is blocked" in reason:
-        return []
-    found = re.search(r"Unsupported global: GLOBAL (\S+)", reason)
-    # PyTorch leaves out the module of built-in functions.
-    first = [found[1] if "." in found[1] else f"builtins.{found[1]}"] if found else []
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except Exception:
-        # The old format of torch.save does not list its names. The next run tells the next.
-        return first
-    return [] if any(name.partition(".")[0] in ("os", "posix", "nt", "sys") for name in names) else sorted(names) or first
+class _Unpickler(_inert.Unpickler):
+    """Unpickler of ``torch.save``. Besides objects, its pickles hold references to storages."""
+
+    def build(self, made: Any, state: Any) -> None:
+        if type(made) is torch.Tensor:
+            # The form of old versions of PyTorch.
+            made.set_(*state)
+        else:
+            super().build(made, state)
+
+    def _load_binpersid(self) -> None:
+        reference = self.stack.pop()
+        if type(reference) is tuple and len(reference) > 1 and reference[0] == "module":
+            # The old form of torch.save adds its source to a class.
+            self.append(reference[1])
+            return
+        if type(reference) is not tuple or not reference or reference[0] not in ("storage", b"storage"):
+            raise pickle.UnpicklingError(f"a reference to {reference!r}")
+        self.append(self.persistent_load(reference))
+
+    dispatch: ClassVar = {**_inert.Unpickler.dispatch, pickle.BINPERSID[0]: _load_binpersid}
 
 
-def _plain(value: Any, seen: dict[int, Any]) -> Any:
-    """The value with stand-ins replaced by mappings of their attributes, if attributes are all that they have."""
-    if id(value) in seen:
-        return seen[id(value)]
-    if isinstance(value, StandIn) and not value.arguments:
-        attributes = vars(value)
-        seen[id(value)] = attributes
-        return _plain_items(attributes, attributes.items(), seen)
-    if isinstance(value, dict):
-        seen[id(value)] = value
-        return _plain_items(value, value.items(), seen)
-    if isinstance(value, list):
-        seen[id(value)] = value
-        return _plain_items(value, enumerate(value), seen)
-    if type(value) is tuple:
-        found = []
-        for item in value:
-            found.append(_plain(item, seen))
-        return tuple(found)
-    return value
+_METADATA = {
+    name: getattr(described, name)
+    for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+    if hasattr(described, name)
+}  # fmt: skip
+_OF_INDEX: dict[str, Any] = {
+    **{f"torch.distributed.checkpoint.metadata.{name}": found for name, found in _METADATA.items()},
+    # Where PyTorch 2.0 to 2.2 had them.
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": described.TensorProperties,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": described._MEM_FORMAT_ENCODING,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+}
 
 
-def _plain_items(container: Any, items: Any, seen: dict[int, Any]) -> Any:
-    for key, item in list(items):
-        container[key] = _plain(item, seen)
-    return container
-
-
-class MetadataUnpickler(pickle.Unpickler):
+class _IndexUnpickler(_inert.Unpickler):
     """Reads the index of a checkpoint of ``torch.distributed.checkpoint``, which is a pickle of a few classes."""
 
-    _SAFE = {
-        "torch": {"Size", "device", "strided", "float32"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    }
+    def _find(self, full: str) -> Any:
+        module, _, name = full.rpartition(".")
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return super()._find(full)
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name in self._SAFE.get(module, ()) or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return super().find_class(module, name)
-        raise _native.UnsupportedError(f"the index of this folder asks for {module}.{name}. No index of a checkpoint needs it")
+
+def read_index(path: Path) -> described.Metadata:
+    """Reads ``.metadata`` of a folder. Trainers add objects of their own classes, such as the plans of the save. Those are not needed,
+    and no code of theirs runs."""
+    file = path / ".metadata"
+    unpickler = _IndexUnpickler(io.BytesIO(file.read_bytes()), _OF_INDEX)
+    try:
+        found: Any = unpickler.load()
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, UnicodeError, RuntimeError) as error:
+        raise _native.CorruptionError(f"{file} is damaged: {error}") from error
+    if unpickler.is_blocked():
+        raise _native.UnsupportedError(f"{file} asks for {', '.join(unpickler.refused)}. No index of a checkpoint needs it")
+    tensors, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    kinds = (described.TensorStorageMetadata, described.BytesStorageMetadata)
+    if not isinstance(tensors, dict) or not isinstance(places, dict) or not all(isinstance(value, kinds) for value in tensors.values()):
+        asked = f", but asks for {', '.join(unpickler.refused)}" if unpickler.refused else ""
+        raise _native.UnsupportedError(f"{file} is not the index of a checkpoint of torch.distributed.checkpoint{asked}")
+    for index, place in places.items():
+        if not isinstance(index, described.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
+            raise _native.UnsupportedError(f"{file} was written by a storage writer that tensorcask does not know. Load it with that one")
+        name = PurePosixPath(str(place.relative_path))
+        if name.is_absolute() or PurePath(str(place.relative_path)).is_absolute() or ".." in name.parts:
+            raise _native.UnsupportedError(f"{file} names a file outside of its folder: {place.relative_path}")
+    return described.Metadata(tensors, _inert.plain(getattr(found, "planner_data", None)), places)

@@ -3,7 +3,7 @@
 | format | read from | written as |
 |---|---|---|
 | ``safetensors`` | a file, the index of a sharded model (``*.index.json``), or a model's folder | a file, or shards with an index |
-| ``torch`` | a file of ``torch.save``, loaded with ``weights_only=True`` | the same |
+| ``torch`` | a file of ``torch.save`` | the same |
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
 
 A safetensors file holds tensors only, so an export to it leaves other values out. No import runs code from a file. For
@@ -51,8 +51,8 @@ def import_(
 
     ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such
     as ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of
-    its attributes. An object that was built with arguments cannot be stored. ``on_unsupported`` then gets a stand-in
-    with ``vars()`` and ``arguments``.
+    its attributes, or a dict or list if its class extends those. An object that was built with arguments cannot be stored.
+    ``on_unsupported`` then gets a stand-in with ``vars()``, ``arguments`` and ``items``.
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
     path and the value that returns a value to store instead.
@@ -269,19 +269,33 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    from ._unpickle import MetadataUnpickler, load
+    from ._unpickle import RefusedPickle, check_sums, load, read_index
 
     # Read before DCP asks for the metadata: DCP prints a traceback and tries other files if that fails.
-    metadata = MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+    metadata = read_index(path)
 
     class Reader(dcp.FileSystemReader):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
+        def _slice_file(self, file: Any, place: Any) -> Any:
+            found = super()._slice_file(file, place)
+            if getattr(place, "transform_descriptors", None):
+                return found
+            content = io.BytesIO(found.read(-1))
+            check_sums(content, f"{path / place.relative_path}, at byte {place.offset},")
+            content.seek(0)
+            return content
+
     class Planner(_EmptyStateDictLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load(value, allow))
+            try:
+                set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load(value, allow))
+            except RefusedPickle as error:
+                refused.append(error)
 
+    # All of them, so that one error names all classes.
+    refused: list[RefusedPickle] = []
     state: dict[str, Any] = {}
     try:
         with torch.device("cpu"):
@@ -289,6 +303,9 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
     except CheckpointException as failed:
         error, _ = next(iter(failed.failures.values()))
         raise error from None
+    if refused:
+        names = {name for error in refused for name in error.names}
+        raise RefusedPickle(sorted(names) if all(error.names for error in refused) else [], "; ".join(map(str, refused)))
     return state
 
 
