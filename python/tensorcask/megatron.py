@@ -443,36 +443,53 @@ def _copies_of(engine: Engine) -> str:
 
 
 def _request_of(engine: Engine, folder: Path, step: int) -> AsyncRequest:
-    """A request that is done once the step is in the store. Megatron finalizes it on all ranks."""
-    done = Path(tempfile.mkdtemp(prefix="tensorcask-")) / "done"
+    """A request that is done once the step is in the store, or cannot get there any more. Megatron finalizes it on all ranks."""
+    # The thread removes the file when it knows: that needs no space on a disk.
+    waiting = Path(tempfile.mkdtemp(prefix="tensorcask-")) / "waiting"
+    waiting.touch()
+    failures: list[str] = ["the process ends"]
 
     def watch() -> None:
-        # Without Engine.wait, which would end a save that the trainer is beginning.
-        reached = failed = False
-        while not reached and not failed:
-            try:
-                reached, failures, _ = engine._native.wait("durable", 0.0, step)
-                failed = any(failure[0] == step for failure in failures)
-            except _native.Error:
-                failed = True
-            time.sleep(_INTERVAL)
-        done.write_text("reached" if reached else "failed")
+        try:
+            failures[:] = _failures_of(engine, step)
+        except Exception as error:
+            failures[:] = [f"{type(error).__name__}: {error}"]
+        finally:
+            shutil.rmtree(waiting.parent, ignore_errors=True)
 
     def finalize() -> None:
-        result = done.read_text()
-        shutil.rmtree(done.parent, ignore_errors=True)
-        if result != "reached":
-            raise _native.StorageError(f"{folder}: the step did not get into {engine.store.url}. `tensorcask agent status` tells why")
+        watcher.join()
+        if failures:
+            raise _native.StorageError(f"{folder}: the step did not get into {engine.store.url}: {failures[0]}. See `tensorcask agent status`")
         if dist.get_rank() == 0:
             _markers.write(folder, _native.absolute_url(engine.store.url), step, engine.store.snapshot(step).id)
 
-    threading.Thread(target=watch, name=f"tensorcask-step-{step}", daemon=True).start()
-    return AsyncRequest(_wait_for, (str(done), os.getpid()), [finalize])
+    watcher = threading.Thread(target=watch, name=f"tensorcask-step-{step}", daemon=True)
+    watcher.start()
+    return AsyncRequest(_wait_for, (str(waiting), os.getpid()), [finalize])
 
 
-def _wait_for(done: str, trainer: int) -> None:
-    """Waits in a process of Megatron until the trainer knows that a step is in the store, or is gone."""
-    while not Path(done).exists() and trainer in (os.getpid(), os.getppid()):
+def _failures_of(engine: Engine, step: int) -> list[str]:
+    """Waits until a step is in the store; returns why it cannot get there, if so."""
+    while True:
+        try:
+            # Without Engine.wait, which would end a save that the trainer is beginning.
+            reached, failures, _ = engine._native.wait("durable", 0.0, step)
+        except (_native.Error, ValueError) as error:
+            # The engine is closed. finish() closes it when all steps are in the store; after close(), nobody tells when one gets there.
+            is_there = step in engine.store.steps
+            return [] if is_there else [f"{error} before it was there. Finalize the calls before close(), or call finish()"]
+        if reached:
+            return []
+        mine = [message for failed, message in failures if failed == step]
+        if mine:
+            return mine
+        time.sleep(_INTERVAL)
+
+
+def _wait_for(waiting: str, trainer: int) -> None:
+    """Waits in a process of Megatron until the trainer knows what became of a step, or is gone."""
+    while Path(waiting).exists() and trainer in (os.getpid(), os.getppid()):
         time.sleep(_INTERVAL)
 
 

@@ -171,6 +171,31 @@ def test_saves_through_an_engine(tmp_path, host_memory):
     on_ranks(2, tmp_path, loads, run, True)
 
 
+def ends_before_its_calls(folder, memory):
+    torch.cuda.current_device, torch.cuda.synchronize = (lambda: torch.device("cpu")), (lambda *device: None)
+    calls = AsyncCallsQueue()
+    with engine_of(folder, memory) as engine:
+        calls.schedule_async_request(megatron.save(state_of(10, fill=True), f"{folder}/iter_{10:07}", engine=engine))
+        # Everything is in the store then.
+        engine.finish()
+    calls.maybe_finalize_async_calls(blocking=True)
+    assert megatron.latest(folder).name == "iter_0000010"
+    with engine_of(folder, memory) as engine:
+        calls.schedule_async_request(megatron.save(state_of(20, fill=True), f"{folder}/iter_{20:07}", engine=engine))
+        engine.close()
+        # The agent may still bring the step there.
+        try:
+            calls.maybe_finalize_async_calls(blocking=True)
+            assert megatron.latest(folder).name == "iter_0000020"
+        except tensorcask.StorageError as error:
+            assert "Finalize the calls before close()" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_calls_end_although_the_engine_is_closed(tmp_path, host_memory):
+    on_ranks(1, tmp_path, ends_before_its_calls, tmp_path / "run", host_memory)
+
+
 def loads_elsewhere(folder, url):
     megatron.load(state_of(20, fill=False), f"{folder}/iter_0000020", strategy=megatron.LoadStrategy(url))
     with pytest.raises(tensorcask.NotFoundError, match="step 25"):
