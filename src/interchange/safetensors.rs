@@ -20,6 +20,12 @@ use crate::{Dtype, Error, ReadRequest, Result, Slice, SlicePart, Snapshot, Tenso
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
 
+/// Maximum size of a header. Readers refuse files with larger ones.
+const MAX_HEADER_BYTES: usize = 100_000_000;
+
+/// Key of a header that holds strings instead of a tensor.
+const METADATA: &str = "__metadata__";
+
 /// Index of a sharded model.
 #[derive(Deserialize)]
 struct Index {
@@ -146,11 +152,14 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     let io = |e: std::io::Error| Error::io("the output file", e);
     let mut header = Map::new();
     if !snapshot.metadata().is_empty() {
-        header.insert("__metadata__".into(), json!(snapshot.metadata()));
+        header.insert(METADATA.into(), json!(snapshot.metadata()));
     }
     let mut end = 0u64;
     let (mut slices, mut starts) = (Vec::new(), Vec::new());
     for Selected { name, slice } in selected {
+        if name == METADATA {
+            return Err(Error::unsupported("safetensors keeps this name for its own use. Select other tensors").tensor(name));
+        }
         let tensor = snapshot.tensor(name)?;
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
         let too_large = || Error::limit("a file beyond 2^64 bytes").tensor(name);
@@ -164,8 +173,7 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
         slices.push((name.as_str(), slice.clone()));
         starts.push(start);
     }
-    let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-    header.resize(header.len().next_multiple_of(8), b' ');
+    let header = encode_header(header)?;
     if selected.len() == snapshot.tensors().len() {
         snapshot.inspect().check_content().await?;
     }
@@ -185,6 +193,20 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     }
     out.flush().map_err(io)?;
     Ok(file_bytes)
+}
+
+/// Encodes a header as JSON, padded with spaces to eight bytes.
+fn encode_header(header: Map<String, Value>) -> Result<Vec<u8>> {
+    let mut encoded = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+    encoded.resize(encoded.len().next_multiple_of(8), b' ');
+    if encoded.len() > MAX_HEADER_BYTES {
+        return Err(Error::limit(format!(
+            "the header of a safetensors file may have {MAX_HEADER_BYTES} bytes, and this one would have {}. Write shards with \
+             `tensorcask export --max-shard-bytes N`, or fewer tensors with `tensorcask restore --tensor GLOB`",
+            encoded.len()
+        )));
+    }
+    Ok(encoded)
 }
 
 /// Reads a window into `buffer`, which is reused for every window, because fresh pages cost more than reading into existing
@@ -258,4 +280,20 @@ dtype_names! {
     F16 = F16, Bf16 = BF16, F32 = F32, F64 = F64, C64 = C64,
     F8E4M3 = F8_E4M3, F8E5M2 = F8_E5M2, F8E4M3Fnuz = F8_E4M3FNUZ, F8E5M2Fnuz = F8_E5M2FNUZ, F8E8M0 = F8_E8M0,
     F6E2M3 = F6_E2M3, F6E3M2 = F6_E3M2, F4E2M1 = F4,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    #[test]
+    fn a_header_that_no_reader_accepts_is_refused() {
+        // `{"t":""}` has eight bytes.
+        let of_length = |length: usize| Map::from_iter([("t".to_owned(), Value::String("x".repeat(length - 8)))]);
+        assert_eq!(encode_header(of_length(9)).map(|header| header.len()).ok(), Some(16));
+        assert!(encode_header(of_length(MAX_HEADER_BYTES)).is_ok());
+        let refused = encode_header(of_length(MAX_HEADER_BYTES + 1)).err();
+        assert_eq!(refused.map(|error| error.kind()), Some(ErrorKind::LimitExceeded));
+    }
 }
