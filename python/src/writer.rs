@@ -118,16 +118,26 @@ impl Writer {
         })
     }
 
-    /// Saves the state in a group of safetensors files. `user` is JSON.
-    #[pyo3(signature = (step, files, user, overwrite=false))]
-    fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str, overwrite: bool) -> PyResult<Saved> {
+    /// Saves the state in a group of safetensors files, and blobs. `user` is JSON.
+    #[pyo3(signature = (step, files, user, blobs=Vec::new(), overwrite=false))]
+    fn save_safetensors(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        files: Vec<std::path::PathBuf>,
+        user: &str,
+        blobs: Vec<NamedBytes<'_>>,
+        overwrite: bool,
+    ) -> PyResult<Saved> {
+        let lent = Lent::new(py, Vec::new(), blobs)?;
         let mut metadata = metadata_of(user, BTreeMap::new())?;
         py.detach(|| {
             let files = Files::open(&files).map_err(|e| raise(&e))?;
             metadata.file = files.metadata().map_err(|e| raise(&e))?;
             let views = files.tensors().map_err(|e| raise(&e))?;
+            let (_, blobs) = lent.views(0).map_err(|e| raise(&e))?;
             let mut writer = self.to_save(overwrite)?;
-            until_done(&self.store, writer.save(step, &views, &[], &metadata)).map(Saved::of)
+            until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
         })
     }
 

@@ -45,12 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    from .interchange import _format_of_folder, import_
+    from ._folders import step_in
+    from .interchange import _format_of_folder, import_with_report
 
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
     parser.add_argument("store", metavar="STORE", help="path or URL")
-    parser.add_argument("--step", type=int, help="the training step; for slime folders, the step of --base")
-    parser.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="[told by the source's name or content]")
+    parser.add_argument("--step", type=int, help="the training step [of a trainer's folder: its own]; for slime folders, the step of --base")
+    parser.add_argument("--format", choices=["safetensors", "torch", "dcp", "trainer", "slime"], help="[told by the source's name or content]")
     parser.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
     parser.add_argument("--base", help="for slime folders: the checkpoint that the first delta builds on")
     parser.add_argument(
@@ -74,10 +75,12 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
 
         options = {"format": given.format, "policy": given.policy, "allow": given.allow, "on_unsupported": given.on_unsupported}
         stores = import_each(given.sources, given.store, step=given.step, shard=given.shard, **options)
-        return {"store": given.store, "shard": _shard_text(given.shard), "stores": stores}, _counted(stores, "source", "sources")
+        left_out = [name for row in stores for name in row["left_out"]]
+        report = {"store": given.store, "shard": _shard_text(given.shard), "stores": stores, "left_out": left_out}
+        return report, _counted(stores, "source", "sources")
     first = Path(given.sources[0])
     kind = given.format or (_format_of_folder(first) if first.is_dir() else None)
-    report: dict[str, Any] = {"store": given.store, "steps": [], "kind": None, "tensor_bytes": None, "stored_bytes": None}
+    report = {"store": given.store, "steps": [], "kind": None, "tensor_bytes": None, "stored_bytes": None, "left_out": []}
     if kind == "slime":
         from .slime import import_deltas
 
@@ -85,19 +88,21 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
             parser.error("give one folder of weight deltas")
         steps = import_deltas(first, given.store, base=given.base, base_step=given.step or 0, policy=given.policy)
         return {**report, "steps": steps}, f"steps {', '.join(map(str, steps))}" if steps else "nothing new"
-    if given.step is None:
+    step = step_in(first) if given.step is None and kind == "trainer" else given.step
+    if step is None:
         parser.error("pass --step: these formats do not store the training step")
-    saved = import_(
+    saved, left_out = import_with_report(
         given.sources,
         given.store,
-        step=given.step,
+        step=step,
         format=kind,
         policy=given.policy,
         allow=given.allow,
         on_unsupported=given.on_unsupported,
     )
     facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
-    return {**report, **facts}, f"step {saved.step}: a {saved.kind}; {saved.tensor_bytes} bytes of tensors, {saved.stored_bytes} bytes stored"
+    line = f"step {saved.step}: a {saved.kind}; {saved.tensor_bytes} bytes of tensors, {saved.stored_bytes} bytes stored"
+    return {**report, **facts, "left_out": left_out}, f"{line}; left out: {', '.join(left_out)}" if left_out else line
 
 
 def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -220,6 +225,8 @@ _KINDS: list[tuple[type[BaseException], str, int]] = [
     (OSError, "storage", 1),
     (ImportError, "unsupported", 1),
 ]
+# The exit code of an import that left out a part of its source.
+_IN_PART = 4
 # Errors of torch for files that it cannot read.
 _OF_TORCH = (RuntimeError, EOFError, pickle.UnpicklingError)
 
@@ -273,7 +280,7 @@ def _outcome(run: _Verb, parser: _Parser, words: list[str]) -> int:
         sys.stderr.write(f"error: {_printable(message)}\n")
         return code
     print(json.dumps(report) if parser.json else _printable(line))
-    return 0
+    return _IN_PART if report.get("left_out") else 0
 
 
 def _print_json_error(kind: str, message: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _native
 from ._store import Store, open_store
-from .interchange import export, import_
+from .interchange import export, import_with_report
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -61,9 +61,10 @@ def import_each(
         number = int(numbers[-1]) if step is None else step
         store = Store(f"{os.fspath(stores).rstrip('/')}/{name}")
         present = number in _steps_of(store)
+        left_out: list[str] = []
         if not present:
-            import_(source, store, step=number, **options)
-        found.append({"source": source, "store": store.url, "step": number, "present": present})
+            _, left_out = import_with_report(source, store, step=number, **options)
+        found.append({"source": source, "store": store.url, "step": number, "present": present, "left_out": left_out})
     return found
 
 

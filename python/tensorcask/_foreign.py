@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from . import _native
+from . import _folders, _native
 
 _STORE = "store.json"
 _MARKER = "tensorcask.json"
@@ -80,6 +80,8 @@ def _describe_folder(path: Path) -> str | None:
         )
     if any(path.glob("weight_v*")):
         return _to_import(path, "a folder of weight deltas as slime writes them, not a store", step="")
+    if _folders.is_of_trainer(path):
+        return _to_import(path, "the checkpoint of a trainer, not a store")
     if any(path.glob("*.safetensors")):
         return _to_import(path, "a folder of safetensors files, not a store")
     return None

@@ -5,6 +5,7 @@
 | ``safetensors`` | a file, the index of a sharded model (``*.index.json``), or a model's folder | a file, or shards with an index |
 | ``torch`` | a file of ``torch.save`` | the same |
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
+| ``trainer`` | a ``checkpoint-N`` of the Trainer of Transformers, a folder of ``Accelerator.save_state`` | |
 
 A safetensors file holds tensors only, so an export to it leaves other values out. No import runs code from a file. For
 folders of weight deltas, see :mod:`tensorcask.slime`. The commands ``tensorcask import`` and ``tensorcask export`` do
@@ -15,15 +16,17 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import _native
+from . import _folders, _native
 from ._dtypes import byte_count
-from ._files import into_place
+from ._files import folder_into_place, into_place, write_whole
 from ._native import Saved
 from ._options import Step, check_step, user_json, writer_options
 from ._snapshot import Snapshot
@@ -49,6 +52,9 @@ def import_(
 ) -> Saved:
     """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state.
 
+    A folder is imported whole: small files beside the weights, such as ``config.json``, become blobs of the snapshot, or ``files`` of
+    the state of a trainer. A warning names what is left out: large files of no known kind, and folders.
+
     ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such
     as ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of
     its attributes, or a dict or list if its class extends those. An object that was built with arguments cannot be stored.
@@ -64,31 +70,65 @@ def import_(
     >>> saved.step, tensorcask.load("memory://import-example")
     (5, {'w': tensor([1., 1.]), 'epoch': 1})
     """
+    saved, _ = import_with_report(
+        source, url, step=step, format=format, policy=policy, user=user, allow=allow, on_unsupported=on_unsupported
+    )
+    return saved
+
+
+def import_with_report(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    url: str | os.PathLike[str] | Store,
+    *,
+    step: int,
+    format: str | None = None,
+    policy: str = "adaptive",
+    user: Mapping[str, Any] | None = None,
+    allow: Sequence[str] = (),
+    on_unsupported: OnUnsupported = None,
+) -> tuple[Saved, list[str]]:
+    """As :func:`import_`. Also returns the names of files and folders beside the checkpoint that are not in the snapshot."""
     store = open_store(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
+    left_out: list[str] = []
     if kind == "safetensors":
-        paths = [_files_of_model(path) if path.is_dir() else path for path in paths]
+        files: dict[str, bytes] = {}
+        for at, path in enumerate(paths):
+            if path.is_dir():
+                paths[at] = _files_of_model(path)
+                found, others = _folders.other_files(path, _names_of(paths[at]))
+                # Several folders may have files of one name.
+                files.update({name if len(paths) == 1 else f"{path.name}/{name}": content for name, content in found.items()})
+                left_out += [os.path.join(path, name) for name in others]
         options = writer_options(policy)
-        arguments = (check_step(step), [str(path) for path in paths], user_json(user))
-        return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
-    if len(paths) != 1:
-        raise ValueError(f"format {kind!r} needs one file or folder, not {len(paths)}")
-    if kind not in ("torch", "dcp"):
-        raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'. For weight deltas use tensorcask.slime.import_deltas()")
-    try:
-        state = (_read_torch if kind == "torch" else _read_dcp)(paths[0], allow)
-    except Exception as error:
-        from ._unpickle import RefusedPickle
+        arguments = (check_step(step), [str(path) for path in paths], user_json(user), list(files.items()))
+        saved = store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
+    else:
+        if len(paths) != 1:
+            raise ValueError(f"format {kind!r} needs one file or folder, not {len(paths)}")
+        if kind not in _READERS:
+            raise ValueError(
+                f"format {kind!r}: use 'safetensors', 'torch', 'dcp' or 'trainer'. For weight deltas use tensorcask.slime.import_deltas()"
+            )
+        try:
+            state, others = _READERS[kind](paths[0], allow)
+        except Exception as error:
+            from ._unpickle import RefusedPickle
 
-        if not isinstance(error, RefusedPickle):
-            raise
-        command = ["tensorcask", "import", str(paths[0]), store.url, "--step", str(step)]
-        command += ["--policy", policy] if policy != "adaptive" else []
-        command += ["--on-unsupported", "skip"] if on_unsupported == "skip" else []
-        command += [word for name in allow for word in ("--allow", name)]
-        raise _native.UnsupportedError(_refusal(error, paths[0], command)) from None
-    return store.save(state, step=step, policy=policy, user=user, on_unsupported=on_unsupported)
+            if not isinstance(error, RefusedPickle):
+                raise
+            command = ["tensorcask", "import", str(paths[0]), store.url, "--step", str(step)]
+            command += ["--format", format] if format else []
+            command += ["--policy", policy] if policy != "adaptive" else []
+            command += ["--on-unsupported", "skip"] if on_unsupported == "skip" else []
+            command += [word for name in allow for word in ("--allow", name)]
+            raise _native.UnsupportedError(_refusal(error, paths[0], command)) from None
+        left_out = [os.path.join(paths[0], name) for name in others]
+        saved = store.save(state, step=step, policy=policy, user=user, on_unsupported=on_unsupported)
+    if left_out:
+        _log.warning("step %d is not all of the source. Left out: %s. Keep them if you need them", step, ", ".join(left_out))
+    return saved, left_out
 
 
 def export(
@@ -141,11 +181,20 @@ def export(
         import torch
 
         state = snapshot.load(framework="torch")
-        into_place(path, lambda temporary: torch.save(state, temporary))
-    elif kind == "dcp":
-        import torch.distributed.checkpoint as dcp
 
-        dcp.save(snapshot.load(framework="torch"), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        def write(temporary: Path) -> None:
+            # Into a file of Python, whose errors say what happened. Those of PyTorch do not tell that a disk is full.
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        with _told_by_the_system():
+            into_place(path, write)
+    elif kind == "dcp":
+        state = snapshot.load(framework="torch")
+        with _told_by_the_system():
+            folder_into_place(path, lambda temporary: _write_dcp(state, temporary), ".metadata")
     else:
         raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'")
 
@@ -165,9 +214,11 @@ def _format_of_folder(path: Path) -> str:
         return "dcp"
     if any(path.glob("weight_v*")):
         return "slime"
+    if _folders.is_of_trainer(path):
+        return "trainer"
     if any(path.glob("*.safetensors")):
         return "safetensors"
-    raise ValueError(f"{path} holds no checkpoint of a known format (DCP, a model of safetensors, weight deltas). Pass format=")
+    raise ValueError(f"{path} holds no checkpoint of a known format (DCP, a trainer's folder, a model of safetensors, weight deltas). Pass format=")
 
 
 def _files_of_model(folder: Path) -> Path:
@@ -181,6 +232,17 @@ def _files_of_model(folder: Path) -> Path:
     raise FileNotFoundError(f"{folder} holds no safetensors")
 
 
+def _names_of(file: Path) -> set[str]:
+    """The names of a file of safetensors, or of an index and its files."""
+    if not file.name.endswith(".index.json"):
+        return {file.name}
+    try:
+        return {file.name, *json.loads(file.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # The import will say what is wrong with it.
+        return {file.name}
+
+
 def _renamed(snapshot: Snapshot, patterns: str | Sequence[str] | None, prefix: str) -> dict[str, str]:
     """Names of the tensors to write, sorted, each with its name in the file."""
     names = sorted(snapshot.tensors() if patterns is None else snapshot.matching([patterns] if isinstance(patterns, str) else patterns))
@@ -192,14 +254,17 @@ def _renamed(snapshot: Snapshot, patterns: str | Sequence[str] | None, prefix: s
 
 def _groups_below(snapshot: Snapshot, chosen: Mapping[str, str], limit: int) -> list[dict[str, str]]:
     groups: list[dict[str, str]] = [{}]
-    filled = 0
+    filled = header = 0
     for name, written in chosen.items():
         size = _size_of(snapshot, name)
-        if groups[-1] and filled + size > limit:
+        # The name is written before it is replaced by a shorter one. A dimension and an offset have up to 20 digits.
+        entry = len(json.dumps(name)) + 100 + 21 * len(snapshot.tensors()[name].shape)
+        if groups[-1] and (filled + size > limit or header + entry > _MOST_HEADER_BYTES):
             groups.append({})
-            filled = 0
+            filled = header = 0
         groups[-1][name] = written
         filled += size
+        header += entry
     return groups
 
 
@@ -214,16 +279,46 @@ def _groups_of(chosen: Mapping[str, str], numbers: Mapping[str, int]) -> list[di
 
 
 def _write_groups(snapshot: Snapshot, folder: Path, groups: Sequence[Mapping[str, str]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        _write_safetensors(snapshot, folder / file, group)
-        weights.update(dict.fromkeys(group.values(), file))
+    def write(temporary: Path) -> None:
+        weights = {}
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            _write_safetensors(snapshot, temporary / file, group)
+            weights.update(dict.fromkeys(group.values(), file))
+        total = sum(_size_of(snapshot, name) for group in groups for name in group)
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        write_whole(temporary / _INDEX, json.dumps(index, indent=2))
+
     # The index is last: where it exists, all shards exist.
-    total = sum(_size_of(snapshot, name) for group in groups for name in group)
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
-    into_place(folder / "model.safetensors.index.json", lambda temporary: temporary.write_text(json.dumps(index, indent=2)))
+    folder_into_place(folder, write, _INDEX)
+
+
+@contextmanager
+def _told_by_the_system() -> Iterator[None]:
+    """Raises the error of the system, such as a full disk, instead of those that PyTorch raised because of it."""
+    try:
+        yield
+    except Exception as error:
+        raise _reason(error) from None
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error of the system that led to an error; the error itself if there is none."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
+def _write_dcp(state: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        raise _reason(error) from None
 
 
 def _size_of(snapshot: Snapshot, name: str) -> int:
@@ -255,10 +350,20 @@ def _rename_in_header(path: Path, names: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _read_torch(path: Path, allow: Sequence[str]) -> Any:
+def _read_torch(path: Path, allow: Sequence[str]) -> tuple[Any, list[str]]:
     from ._unpickle import load
 
-    return load(path, allow)
+    return load(path, allow), []
+
+
+def _read_dcp_folder(path: Path, allow: Sequence[str]) -> tuple[Any, list[str]]:
+    state = _read_dcp(path, allow)
+    common = path / _COMMON
+    if common.is_file() and _COMMON not in state:
+        # Older versions of Megatron keep plain values there. tensorcask.megatron finds them under this name.
+        state[_COMMON] = io.BytesIO(common.read_bytes())
+    files, left_out = _folders.other_files(path, _OF_DCP)
+    return state, sorted([*(name for name in files if not name.endswith(".distcp")), *(name for name in left_out if not name.endswith(".distcp"))])
 
 
 def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
@@ -318,3 +423,18 @@ def _refusal(refused: RefusedPickle, path: Path, command: list[str]) -> str:
         f"{path} holds objects of {', '.join(refused.names)}. To import their attributes as plain values, pass allow={refused.names} "
         f"to import_(), or run: {shlex.join([*command, *allowed])}. Neither runs code from the file"
     )
+
+
+_log = logging.getLogger("tensorcask")
+_INDEX = "model.safetensors.index.json"
+# Half of what readers accept, because a header also has the metadata of the snapshot.
+_MOST_HEADER_BYTES = 50_000_000
+_COMMON = "common.pt"
+# What Megatron writes beside a folder of DCP: the name of the format, and checksums.
+_OF_DCP = (_COMMON, "metadata.json", "integrity.json")
+# Each returns a state, and the names of what is left out.
+_READERS: dict[str, Callable[[Path, Sequence[str]], tuple[Any, list[str]]]] = {
+    "torch": _read_torch,
+    "dcp": _read_dcp_folder,
+    "trainer": _folders.read,
+}

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tensorcask import interchange
+from tensorcask.__main__ import main
 from tensorcask.interchange import export, import_
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
@@ -293,3 +296,59 @@ def test_arguments_of_export_that_do_not_fit_are_named(tmp_path, url):
         assert not (tmp_path / "target").exists()
     with pytest.raises(tensorcask.TemplateError, match="no tensor that matches `absent"):
         export(url, tmp_path / "target.safetensors", tensors="absent.*")
+
+
+@pytest.fixture
+def full_disk():
+    """A folder whose disk is too small. Needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    folder = tempfile.mkdtemp()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        os.rmdir(folder)
+        pytest.skip("no mounts here")
+    yield Path(folder)
+    subprocess.run(["umount", folder], check=True)
+    os.rmdir(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts")
+def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, url, full_disk, capsys):
+    tensorcask.save({"a": torch.randn(300_000), "b": torch.randn(300_000)}, url, step=1)
+    for name, words in (("a.safetensors", []), ("a.pt", []), ("dcp", []), ("shards", ["--max-shard-bytes", "1200000"])):
+        (full_disk / "empty").mkdir()
+        for target in (full_disk / name, full_disk / "empty" if not Path(name).suffix else full_disk / name):
+            assert main(["export", url, str(target), *words]) == 1
+            assert "No space left on device" in capsys.readouterr().err
+            assert [path.name for path in full_disk.rglob("*")] == ["empty"], name
+        (full_disk / "empty").rmdir()
+
+
+def test_an_export_fills_an_empty_folder(tmp_path, url):
+    tensorcask.save({"a": torch.ones(3), "b": torch.zeros(3)}, url, step=1)
+    for name, options in (("dcp", {}), ("shards", {"max_shard_bytes": 12})):
+        (tmp_path / name).mkdir()
+        export(url, tmp_path / name, **options)
+        assert not [path for path in (tmp_path / name).iterdir() if path.is_dir()]
+        import_(tmp_path / name, f"{url}-{name}", step=1)
+        same(tensorcask.load(f"{url}-{name}", framework="torch"), {"a": torch.ones(3), "b": torch.zeros(3)})
+
+
+def test_a_shard_has_no_header_that_readers_refuse(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(interchange, "_MOST_HEADER_BYTES", 1000)
+    state = {f"a name of some length {at}": torch.ones(1) for at in range(20)}
+    tensorcask.save(state, url, step=1)
+    export(url, tmp_path / "shards", max_shard_bytes=1 << 30)
+    files = list((tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 1 and all(path.stat().st_size < 1100 for path in files)
+    import_(tmp_path / "shards", f"{url}-2", step=1)
+    same(tensorcask.load(f"{url}-2", framework="torch"), state)
+
+
+def test_a_name_that_safetensors_uses_itself_is_refused(tmp_path, url):
+    tensorcask.save({"__metadata__": torch.ones(1), "w": torch.ones(1)}, url, step=1)
+    with pytest.raises(tensorcask.UnsupportedError, match="__metadata__"):
+        export(url, tmp_path / "a.safetensors")
+    assert not (tmp_path / "a.safetensors").exists()
+    export(url, tmp_path / "b.safetensors", tensors="w")
