@@ -151,7 +151,7 @@ impl SlurmStep {
             }
             _ => Err(Error::unsupported(format!(
                 "rank {rank} is task {task} of its node, and the tasks per node are {tasks:?}: the engine needs consecutive ranks on \
-                 each node. Run `srun --distribution=block`"
+                 each node. Run `srun --distribution=block`. If each task starts several ranks, pass the hosts"
             ))),
         }
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,25 +53,95 @@ class Hosts:
 
 
 def find_hosts(rank: int, world: int) -> Hosts | None:
-    """Finds session and local ranks in the variables of ``torchrun`` or Slurm; None if all ranks are on one host.
+    """Finds session and local ranks in the variables of ``torchrun``, Slurm, DeepSpeed's launcher or Open MPI; None if all ranks are on
+    one host.
 
     With ``torch.distributed``, the ranks tell each other a random session from rank 0, because launchers do not count all
     restarts, and the layout of the hosts.
     """
-    found = _native.hosts_from_variables(rank, dict(os.environ)) if world > 1 else None
+    if world <= 1:
+        return None
+    variables = dict(os.environ)
+    launched = None if "TORCHELASTIC_RUN_ID" in variables else _launched(rank, world, variables)
+    if launched is not None:
+        return _hosts_of(launched, rank, world)
+    found = _native.hosts_from_variables(rank, variables)
     if found is None or found[2] - found[1] >= world:
         return None
     session, first, end, first_ranks = found
     told = gather((secrets.token_hex(16), first), rank, world)
     if told is not None:
         session, first_ranks = told[0][0], sorted({first for _, first in told})
+    return _made(session, range(first, end), first_ranks, world)
+
+
+def _made(session: str, local_ranks: range, first_ranks: list[int], world: int) -> Hosts:
     if not session:
         raise ValueError(
-            "this start of the job has no name: torchrun runs without --rdzv-id. Initialise torch.distributed before the engine "
-            "starts, pass --rdzv-id with a value of its own for each start, or pass hosts=tensorcask.engine.Hosts(...)"
+            "this start of the job has no name: its launcher gives it none, or torchrun runs without --rdzv-id. Initialise "
+            "torch.distributed before the engine starts, pass --rdzv-id with a value of its own for each start, or pass "
+            "hosts=tensorcask.engine.Hosts(...)"
         )
     sizes = {after - before for before, after in zip(first_ranks, [*first_ranks[1:], world], strict=bool(first_ranks))}
-    return Hosts(session, range(first, end), first_ranks=tuple(first_ranks) if len(sizes) > 1 else ())
+    return Hosts(session, local_ranks, first_ranks=tuple(first_ranks) if len(sizes) > 1 else ())
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """What a launcher tells a rank that is not a task of the launcher's own."""
+
+    node: int
+    nodes: int
+    # Empty if the launcher does not name this start of the job.
+    session: str
+
+
+def _launched(rank: int, world: int, variables: Mapping[str, str]) -> _Launched | None:
+    """Finds the node of a rank, if its launcher counts nodes instead of ranks."""
+
+    def number(name: str) -> int | None:
+        text = variables.get(name, "")
+        return int(text) if text.isdecimal() else None
+
+    node, nodes = number("CROSS_RANK"), number("CROSS_SIZE")
+    if node is not None and nodes is not None and "LOCAL_SIZE" in variables:
+        # DeepSpeed's launcher, also within a task of Slurm.
+        return _Launched(node, nodes, "")
+    local, count = number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if local is not None and count and number("OMPI_COMM_WORLD_SIZE") == world:
+        return _Launched((rank - local) // count, -(-world // count), "")
+    tasks = [
+        int(count)
+        for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(min(int(repeated or 1), _MOST_NODES))
+    ]
+    node, job = number("SLURM_NODEID"), variables.get("SLURM_JOB_ID")
+    if node is None or job is None or not tasks or sum(tasks) == world:
+        return None
+    # The tasks start the ranks, by `torch.multiprocessing.spawn` for example.
+    session = f"slurm {job} {variables.get('SLURM_STEP_ID', '')} {variables.get('SLURM_RESTART_COUNT', '0')}"
+    return _Launched(node, len(tasks), session)
+
+
+def _hosts_of(launched: _Launched, rank: int, world: int) -> Hosts | None:
+    if launched.nodes <= 1:
+        return None
+    told = gather((secrets.token_hex(16), launched.node), rank, world)
+    session = launched.session if told is None else told[0][0]
+    if told is not None:
+        nodes = [node for _, node in told]
+    else:
+        # Each node starts as many ranks.
+        nodes = [other * launched.nodes // world for other in range(world)] if world % launched.nodes == 0 else []
+    first_ranks = [other for other in range(len(nodes)) if other == 0 or nodes[other] != nodes[other - 1]]
+    if len(first_ranks) != len(set(nodes)) or not nodes or nodes[rank] != launched.node:
+        raise _native.UnsupportedError(
+            f"rank {rank} of {world} is on node {launched.node} of {launched.nodes}, and the engine cannot tell which ranks that node has. "
+            "Give each node consecutive ranks, and initialise torch.distributed before the engine starts; or pass "
+            "hosts=tensorcask.engine.Hosts(session, local_ranks)"
+        )
+    at = nodes.index(launched.node)
+    return _made(session, range(at, at + nodes.count(launched.node)), first_ranks, world)
 
 
 def gather(value: Any, rank: int, world: int) -> list[Any] | None:
@@ -99,3 +171,6 @@ def gather_on_cpu(value: Any, default_group_is_on_cpu: bool) -> list[Any]:
     finally:
         dist.destroy_process_group(group)
     return values
+
+
+_MOST_NODES = 100_000

@@ -110,7 +110,7 @@ class Engine:
     with a warning if ranks differ.
 
     ``hosts``: a run on many hosts, each with an agent of its own; a :class:`tensorcask.Hosts`, or None for one host. By default
-    (``auto``) found in the variables of ``torchrun`` or Slurm, if this host has fewer than ``world`` ranks. If
+    (``auto``) found in the variables of the launcher, if this host has fewer than ``world`` ranks. If
     ``torch.distributed`` is initialised then, all ranks must make their engine, because rank 0 broadcasts a name for this
     start. Many hosts have neither ``next_tiers`` nor ``encode="inline"``. :attr:`hosts` tells what was found.
     ``docs/src/guides/engine-hosts.md`` tells more.

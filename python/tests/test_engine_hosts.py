@@ -21,7 +21,7 @@ from tensorcask.engine import agent_status
 torch = pytest.importorskip("torch")
 
 import hosts_trainer  # noqa: E402
-import ranks  # noqa: E402, F401
+import ranks  # noqa: E402
 from hosts_trainer import HOSTS, RANKS, WORLD  # noqa: E402
 
 STEPS, STOP_AT = 12, 7
@@ -252,6 +252,8 @@ def test_a_job_that_loses_a_host_and_the_store_goes_on_bit_for_bit(url, relay, f
 
 def variables(monkeypatch, **values):
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "SLURM_NODEID")
+    names += ("SLURM_STEP_TASKS_PER_NODE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+    names += ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")
     for name in (*names, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
@@ -278,6 +280,57 @@ def test_hosts_are_found_in_the_variables_of_the_launcher(monkeypatch):
         find_hosts(4, 7)
     with pytest.raises(ValueError, match="consecutive"):
         tensorcask.Hosts("job", range(0, 8, 2))
+
+
+def test_hosts_are_found_although_a_task_starts_several_ranks(monkeypatch):
+    """With mp.spawn, each rank of a node has the variables of the only task of the node."""
+    spawned = dict(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x2)")
+    for rank in range(8):
+        variables(monkeypatch, **spawned, SLURM_NODEID=rank // 4)
+        assert find_hosts(rank, 8) == tensorcask.Hosts("slurm 7 0 0", range(rank // 4 * 4, rank // 4 * 4 + 4))
+    # Nothing tells how many ranks each node has.
+    variables(monkeypatch, **spawned, SLURM_NODEID=1)
+    with pytest.raises(tensorcask.UnsupportedError, match="cannot tell which ranks that node has.*initialise torch.distributed"):
+        find_hosts(4, 7)
+    with pytest.raises(tensorcask.UnsupportedError, match="cannot tell which ranks"):
+        find_hosts(2, 8)
+    variables(monkeypatch, **{**spawned, "SLURM_STEP_TASKS_PER_NODE": "1"}, SLURM_NODEID=0)
+    assert find_hosts(3, 4) is None, "one node"
+
+
+LAUNCHERS = {
+    # Nodes of 1, 2 and 1 ranks.
+    "slurm": lambda rank: dict(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank]),
+    "deepspeed": lambda rank: dict(
+        CROSS_RANK=(0, 1, 1, 2)[rank], CROSS_SIZE=3, LOCAL_SIZE=(1, 2, 2, 1)[rank], LOCAL_RANK=rank % (1, 2, 2, 1)[rank],
+        SLURM_JOB_ID=7, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank],
+    ),
+    # Two nodes of two ranks.
+    "mpi": lambda rank: dict(OMPI_COMM_WORLD_LOCAL_RANK=rank % 2, OMPI_COMM_WORLD_LOCAL_SIZE=2, OMPI_COMM_WORLD_SIZE=4),
+}  # fmt: skip
+
+
+def find_together(launcher):
+    rank = torch.distributed.get_rank()
+    os.environ.update({name: str(value) for name, value in LAUNCHERS[launcher](rank).items()})
+    found = find_hosts(rank, 4)
+    layout = (found.local_ranks, found.first_ranks)
+    assert layout == ((range(rank // 2 * 2, rank // 2 * 2 + 2), ()) if launcher == "mpi" else ((range(1), range(1, 3), range(1, 3), range(3, 4))[rank], (0, 1, 3)))
+    sessions = [None] * 4
+    torch.distributed.all_gather_object(sessions, found.session)
+    assert len(set(sessions)) == 1 and len(found.session) == 32
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_tell_each_other_their_nodes(launcher, tmp_path, monkeypatch):
+    variables(monkeypatch)
+    ranks.on_ranks(4, tmp_path, find_together, launcher)
+
+
+def test_a_start_without_a_name_is_refused_with_a_way_out(monkeypatch):
+    variables(monkeypatch, CROSS_RANK=0, CROSS_SIZE=2, LOCAL_SIZE=2, LOCAL_RANK=1)
+    with pytest.raises(ValueError, match="has no name.*Initialise torch.distributed"):
+        find_hosts(1, 4)
 
 
 def test_peers_are_found(monkeypatch):
