@@ -77,10 +77,14 @@ def check_torch(tensor: Any, path: object) -> str:
         raise UnstorableTypeError(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
     if tensor.is_quantized:
         raise UnstorableTypeError(f"{path}: a quantized tensor; store int_repr() and its scales")
-    distributed = ("__tensor_flatten__", "to_local", "local_shards")
-    if not is_plain_torch(tensor) and any(hasattr(tensor, name) for name in distributed):
+    if not is_plain_torch(tensor) and hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
         raise UnstorableTypeError(
-            f"{path}: a {type(tensor).__qualname__} is distributed or made of several tensors; "
+            f"{path}: a {type(tensor).__qualname__} is made of several tensors. tensorcask.save and tensorcask.Engine can store it; "
+            "torch.distributed.checkpoint with a writer of tensorcask cannot"
+        )
+    if not is_plain_torch(tensor) and any(hasattr(tensor, name) for name in ("to_local", "local_shards")):
+        raise UnstorableTypeError(
+            f"{path}: a {type(tensor).__qualname__} is distributed; "
             "save distributed states with torch.distributed.checkpoint and Store.writer()"
         )
     dtype = _dtype_of_torch(tensor.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import _frameworks
+from . import _frameworks, _subclasses
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import Lent
@@ -93,7 +93,8 @@ class _Flattener:
             framework = _frameworks.framework_of(value)
             inner = _frameworks.inner_tensors(value)
             if inner is not None:
-                self.container("dict", list(inner.items()), path)
+                told = _subclasses.described(value)
+                self.container("dict", [*inner.items(), *([] if told is None else [(_subclasses.CLASS, told)])], path)
             elif framework is not None:
                 lent = _frameworks.lend(value, _Path(path), self.contiguous, self.sharded, self.deferred)
                 name = name_of(path)
@@ -227,7 +228,8 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
 
 def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
     if kind == "dict":
-        return dict(zip(keys, values, strict=True))
+        made = dict(zip(keys, values, strict=True))
+        return _subclasses.rebuilt(made) if _subclasses.CLASS in made else made
     if kind == "part":
         return Part(zip(keys, values, strict=True))
     return values if kind == "list" else tuple(values)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as described
 
-from . import _inert, _native
+from . import _inert, _native, _subclasses
 from ._inert import StandIn
 
 
@@ -134,6 +134,11 @@ def _from_type(make: Any, cls: Any, arguments: tuple[Any, ...], state: Any) -> A
 
 class _Unpickler(_inert.Unpickler):
     """Unpickler of ``torch.save``. Besides objects, its pickles hold references to storages."""
+
+    def _find(self, full: str) -> Any:
+        if full not in self._known and full not in self._allowed and (cls := _subclasses.safe_class(full)) is not None:
+            return cls
+        return super()._find(full)
 
     def build(self, made: Any, state: Any) -> None:
         if type(made) is torch.Tensor:
