@@ -8,7 +8,8 @@ Through the engine, a save stops the training for one copy in memory::
     trainer.fit(model, ckpt_path=tensorcask.lightning.LATEST)     # from the start, if no step is saved
 
 :class:`ModelParallelStrategy` does the same for FSDP2 and tensor parallelism. Both keep the random states of each rank, so a resumed
-training continues bit for bit, if its data does. ``ckpt_path`` may also name a file that ``ModelCheckpoint`` wrote.
+training continues bit for bit, if its data does. Hooks of the module and of callbacks may leave out, rename or add tensors of a checkpoint, as
+``WeightAveraging`` does. ``ckpt_path`` may also name a file that ``ModelCheckpoint`` wrote.
 
 Without the engine, a plugin saves the checkpoints of any strategy of Lightning, one after the other::
 
@@ -30,6 +31,7 @@ says otherwise. ``save_hyperparameters`` works with plain values, but not with o
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -46,7 +48,7 @@ from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from . import _native, _ranks
 from ._files import write_whole
@@ -193,13 +195,27 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         found = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if _needs_closure(found):
+            state: dict[str, Any] = found.state_dict()
+            return state
         return _ranks.optimizer_state(self._module(), found)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Does nothing: ``load_checkpoint`` has filled the model."""
+        """Loads what hooks have left in the checkpoint. Tensors of the model itself are filled already."""
+        saved = checkpoint["state_dict"]
+        if strict and (missing := get_model_state_dict(self._module()).keys() - saved.keys()):
+            raise _native.TemplateError(
+                f"the saved state has no tensor `{min(missing)}` of the model. Add it in on_load_checkpoint, or set strict_loading=False"
+            )
+        # PyTorch renames the keys of the mapping that it gets.
+        set_model_state_dict(self._module(), dict(saved), options=StateDictOptions(strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: ``load_checkpoint`` has filled the optimizers."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if _needs_closure(optimizer):
+                optimizer.load_state_dict(saved)
+            else:
+                _ranks.set_optimizer_state(saved, self._module(), optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -232,23 +248,47 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         is_training = lightning_module.trainer.state.fn == TrainerFn.FITTING
         module, optimizers = self._module(), self.optimizers if is_training else []
 
+        # Names and optimizers of the saved state that have no tensors here to fill.
+        unknown: set[str] = set()
+        unfilled: set[int] = set()
+
         def template(saved: Mapping[str, Any]) -> dict[str, Any]:
-            target = {"state_dict": get_model_state_dict(module)}
+            # Hooks may have left out or renamed some.
+            names, own = saved["state_dict"].keys(), get_model_state_dict(module)
+            unknown.update(names - own.keys())
+            target = {"state_dict": {name: tensor for name, tensor in own.items() if name in names}}
             if "optimizer_states" not in saved:
                 return target
-            states = zip(optimizers, saved["optimizer_states"], strict=False)
-            return {**target, "optimizer_states": [_ranks.optimizer_template(state, module, optimizer) for optimizer, state in states]}
+            states = list(zip(optimizers, saved["optimizer_states"], strict=False))
+            unfilled.update(at for at, (optimizer, _) in enumerate(states) if _needs_closure(optimizer))
+            templates = [{} if at in unfilled else _ranks.optimizer_template(state, module, found) for at, (found, state) in enumerate(states)]
+            return {**target, "optimizer_states": templates}
 
         with _ranks.untouched(optimizers):
             found = _ranks.load(self.engine, template, step, partial=True)
             if found is None:
                 return _Nothing({"pytorch-lightning_version": pl.__version__})
-            set_model_state_dict(module, found.state["state_dict"])
-            for optimizer, saved in zip(optimizers, found.state.get("optimizer_states", ()), strict=False):
-                _ranks.set_optimizer_state(saved, module, optimizer)
+        state = found.state
+        if unknown or unfilled:
+            whole = self._whole(found.step, unknown, unfilled)
+            state["state_dict"] = {name: whole["state_dict"].get(name, tensor) for name, tensor in state["state_dict"].items()}
+            for at, states in whole["optimizer_states"].items():
+                state["optimizer_states"][at] = states
         if found.is_own:
             _ranks.set_random_states(found.own["random"])
-        return {**found.state, **found.own["checkpoint"]}
+        return {**state, **found.own["checkpoint"]}
+
+    def _whole(self, step: int, names: set[str], optimizers: set[int]) -> dict[str, Any]:
+        """Tensors of these names and states of these optimizers, as new tensors on all ranks. Of what is divided among ranks there are none."""
+        sent: list[Any] = [None]
+        if self.is_global_zero:
+            state = self.engine.restore(step).state
+            sent[0] = {
+                "state_dict": {name: state["state_dict"][name] for name in names},
+                "optimizer_states": {at: state["optimizer_states"][at] for at in optimizers},
+            }
+        found: dict[str, Any] = self.broadcast(sent[0])
+        return found
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         if not self.is_global_zero:
@@ -307,6 +347,12 @@ class ModelParallelStrategy(_ThroughEngine, _ModelParallelStrategy):  # type: ig
     def __init__(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._begin(store, engine)
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether each step of an optimizer needs a function, as of LBFGS. PyTorch cannot make the state of a new one then."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class _Nothing(dict[str, Any]):

@@ -194,3 +194,62 @@ def test_a_start_that_finds_steps_is_no_first_start(tmp_path, url, host_memory, 
     shutil.rmtree(url)
     looked = fit_module(Changing(), 8, LATEST)
     assert looked.losses == first.losses + resumed.losses
+
+
+class Hooked(Module):
+    """A module whose hooks and optimizer make its checkpoints unlike its state."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.frozen = torch.nn.Linear(8, 4).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        loss = ((self.layer(batch) + self.frozen(batch)) ** 2).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        if self.case == "lbfgs":
+            return torch.optim.LBFGS(self.layer.parameters(), lr=0.01, max_iter=3)
+        return torch.optim.AdamW(self.layer.parameters(), lr=1e-2)
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.case == "drop":
+            checkpoint["state_dict"] = {name: tensor for name, tensor in checkpoint["state_dict"].items() if not name.startswith("frozen")}
+        if self.case == "rename":
+            checkpoint["state_dict"] = {f"net.{name}": tensor for name, tensor in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint):
+        if self.case == "drop":
+            checkpoint["state_dict"] = {**self.state_dict(), **checkpoint["state_dict"]}
+        if self.case == "rename":
+            checkpoint["state_dict"] = {name.removeprefix("net."): tensor for name, tensor in checkpoint["state_dict"].items()}
+
+
+def fit_hooked(folder, case, epochs):
+    data = torch.arange(BATCHES * 8, dtype=torch.float32).reshape(BATCHES, 8).div(50)
+    averaging = {"averaged": [lightning.callbacks.WeightAveraging()], "ema": [lightning.callbacks.EMAWeightAveraging(decay=0.9)]}
+    trainer = lightning.Trainer(
+        default_root_dir=folder, max_epochs=epochs, accelerator="cpu", devices=1, logger=False,
+        strategy=DDPStrategy(str(folder / "store"), process_group_backend="gloo"),
+        callbacks=[*averaging.get(case, []), lightning.callbacks.ModelCheckpoint(folder / "checkpoints")],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Hooked(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1), ckpt_path=LATEST)
+    torch.distributed.destroy_process_group()
+    return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+@pytest.mark.parametrize("case", ["drop", "rename", "averaged", "ema", "lbfgs"])
+def test_a_strategy_resumes_what_the_plugin_resumes(case, tmp_path, host_memory, no_group):
+    whole = fit_hooked(tmp_path / "whole", case, 3)
+    fit_hooked(tmp_path / "run", case, 1)
+    resumed = fit_hooked(tmp_path / "run", case, 3)
+    assert 0 < len(resumed.losses) < len(whole.losses) and resumed.losses == whole.losses[-len(resumed.losses) :]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
