@@ -138,7 +138,8 @@ impl<'a> StoredState<'a> {
             let rect = Rect { offset: tensor.offset.clone(), shape: tensor.extent.clone() };
             let dtype = Dtype::from_name(&tensor.dtype)?;
             let view = TensorView::shard(tensor.name.as_str(), dtype, &tensor.shape, rect, self.piece(tensor.piece))?;
-            Ok(view.with_role(tensor.role.as_str(), tensor.param.as_str()))
+            let is_guessed = view.role() == tensor.role && view.param() == tensor.param;
+            Ok(if is_guessed { view } else { view.with_role(tensor.role.as_str(), tensor.param.as_str()) })
         };
         self.image.tensors.iter().map(view).collect()
     }

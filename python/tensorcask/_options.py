@@ -41,7 +41,7 @@ _BASE_CACHES = ("memory", "encoded", "none")
 _CHECKS = ("finite", "tag", None)
 _DISK = "disk:"
 _MAX_STEP = 2**64 - 1
-_ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "step"}
+_ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "optimizer", "step"}
 _STEP = "step"
 # Values of JSON that hold no others.
 _JSON = (str, int, float, bool, type(None))

@@ -156,7 +156,7 @@ class Store(Upkeep):
                 ``statistics=True``), the newest finite step stays too, with a warning. If forgetting fails, a warning is
                 logged, the step stays saved, and the next save with ``keep_last`` tries again.
             keep_every: Interval of steps to keep besides the last ones: the multiples of this number.
-            keep_weights_every: Interval of steps of which only the weights (role ``model``) are kept.
+            keep_weights_every: Interval of steps of which only the weights (roles ``model`` and ``ema``) are kept.
             progress: A function of the bytes read and written so far, called a few times a second from another thread;
                 or True for a bar of tqdm. In a notebook with tqdm and ipywidgets, operations of more than a
                 second show the bar by default; False leaves it out.

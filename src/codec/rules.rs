@@ -63,7 +63,7 @@ impl CodecRules {
 
     /// Returns the id of the codec that is assigned to a tensor.
     pub fn of(&self, role: &str, name: &str) -> Option<&str> {
-        let found = self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name));
+        let found = self.rules.iter().rev().find(|rule| rule.pattern.matches(Some(role), name));
         found.map(|rule| rule.codec.as_str())
     }
 

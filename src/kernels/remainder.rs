@@ -21,6 +21,26 @@ super::for_every_level! {
     pub(crate) fn keep_bits / keep_bits_at(data: &[u8], partner: &[u8], f16: bool, bits: u8, out: &mut [u8]) = keep_bits_any;
 }
 
+/// Whether each f32 of a sample, evenly spaced over the elements, rounds to the 16-bit float of the same element. NaN counts
+/// as equal to NaN.
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+pub(crate) fn rounds_to(data: &[u8], partner: &[u8], f16: bool) -> bool {
+    let data = data.as_chunks::<4>().0;
+    let partner = partner.as_chunks::<2>().0;
+    let stride = data.len().div_ceil(SAMPLE_ELEMENTS).max(1);
+    let agrees = |(ours, theirs): (&[u8; 4], &[u8; 2])| {
+        let number = f32::from_le_bytes(*ours);
+        let bits = u16::from_le_bytes(*theirs);
+        let nearest = if f16 { half::f16::from_f32(number).to_bits() } else { half::bf16::from_f32(number).to_bits() };
+        let is_nan = if f16 { half::f16::from_bits(bits).is_nan() } else { half::bf16::from_bits(bits).is_nan() };
+        nearest == bits || number.is_nan() && is_nan
+    };
+    data.len() == partner.len() && data.iter().zip(partner).step_by(stride).all(agrees)
+}
+
+/// Elements that prove that one tensor is the rounding of another.
+const SAMPLE_ELEMENTS: usize = 512;
+
 #[inline(always)]
 fn keep_bits_any(data: &[u8], partner: &[u8], f16: bool, bits: u8, out: &mut [u8]) {
     if f16 { keep_bits_with(data, partner, bits, out, widen_f16) } else { keep_bits_with(data, partner, bits, out, widen_bf16) }

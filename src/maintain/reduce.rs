@@ -18,7 +18,7 @@ use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
 use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, SnapshotKind, blob_slot};
-use crate::{Error, ErrorKind, Result, Store, boxed};
+use crate::{Dtype, Error, ErrorKind, Result, Store, boxed, infer_role};
 
 /// Result of the reduction of one snapshot.
 #[derive(Debug, Clone, PartialEq)]
@@ -134,6 +134,17 @@ async fn reduce(
     }
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     refuse_features(snapshot.manifest().may_ignore())?;
+    let guessed = guessed_roles(&snapshot.chain.newest().directory);
+    if let Some((role, tensor)) = guessed.iter().find(|(role, _)| !roles.contains(*role)) {
+        let step = record.step;
+        tracing::warn!(
+            step,
+            role,
+            tensor,
+            "the role is a guess from the name, so the tensors of this role stay; state roles when you save"
+        );
+    }
+    let roles: &BTreeSet<String> = &roles.iter().cloned().chain(guessed.into_keys()).collect();
     let mut manifest = snapshot.manifest().clone();
     let before = manifest.stored_bytes();
     let held = |record, reason: &str| Reduced {
@@ -182,6 +193,25 @@ async fn reduce(
     tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
     let record = log.state().by_id(record.id).cloned().unwrap_or(record);
     Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None, hold: Hold::Brief })
+}
+
+/// Roles that some tensor has only by a guess from its name, each with the first such tensor. A master is no guess if its
+/// parameter has a 16-bit model weight of the same shape.
+fn guessed_roles(directory: &Directory) -> BTreeMap<String, String> {
+    let is_master = |tensor: usize| {
+        let model = directory.partner(tensor, "model");
+        let is_short = |model| matches!(directory.dtype(model), Dtype::Bf16 | Dtype::F16);
+        directory.role(tensor) == "master" && directory.dtype(tensor) == Dtype::F32 && model.is_some_and(is_short)
+    };
+    let mut roles = BTreeMap::new();
+    for tensor in 0..directory.len() {
+        let role = directory.role(tensor);
+        let guess = infer_role(directory.name(tensor));
+        if guess.role == role && !guess.is_certain && !is_master(tensor) {
+            roles.entry(role.to_owned()).or_insert_with(|| directory.name(tensor).to_owned());
+        }
+    }
+    roles
 }
 
 /// Reason why all roles of a snapshot have to stay; `None` if it can be reduced.

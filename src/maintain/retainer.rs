@@ -13,7 +13,7 @@ use crate::{Result, Retained, Retention, Store};
 pub struct RetentionReport {
     /// Snapshots that were forgotten, and the finite snapshot that was kept.
     pub retained: Retained,
-    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are,
+    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to roles `model` and `ema`, or are held as they are,
     /// newest first.
     pub reduced: Vec<Reduced>,
 }
@@ -82,6 +82,9 @@ pub struct Retainer {
     calls: u64,
 }
 
+/// Roles that a step of [`Retention::keep_weights_every`] keeps: weights of the model, and averages of them.
+const WEIGHTS: [&str; 2] = ["model", "ema"];
+
 /// Number of calls after which damaged objects are looked at again.
 const CALLS_BETWEEN_LOOKS: u64 = 100;
 
@@ -117,7 +120,7 @@ impl Retainer {
         let mut reduced: Vec<Reduced> =
             records.extract_if(.., |record| is_known(record)).filter_map(|record| self.irreducible.get(&record.id).cloned()).collect();
         if !records.is_empty() {
-            let roles = ["model".to_owned()];
+            let roles = WEIGHTS.map(str::to_owned);
             reduced.extend(reduce_all(&self.store, &mut log, records, &roles, &self.options, OnDamage::Hold).await?);
         }
         self.irreducible = reduced.iter().filter(|held| held.hold != Hold::Brief).map(|held| (held.record.id, held.clone())).collect();

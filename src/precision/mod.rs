@@ -26,6 +26,10 @@ use crate::{Error, Result};
 /// Rules that select the precision of each tensor. The last matching rule applies. A tensor without a matching rule is
 /// stored without loss.
 ///
+/// A profile or a rule that names a role applies to tensors whose role is certain: the caller stated it, the name proves it
+/// ([`infer_role`](crate::infer_role)), or the values do (a master that rounds to its 16-bit model weight). All other
+/// tensors are stored without loss, unless a rule matches their name.
+///
 /// ```
 /// use tensorcask::{Precision, precision::Setting};
 /// let precision = Precision::parse(["near", "exp_avg_sq=loguniform:8", "*.bias=lossless"])?;
@@ -206,6 +210,11 @@ impl Precision {
 
     /// Returns the setting and bound of a tensor; of several settings, the first. With `auto`, those of its own rules.
     pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
+        self.of_tensor(Some(role), name)
+    }
+
+    /// As [`of`](Self::of). Rules that name a role leave out a tensor without one.
+    pub(crate) fn of_tensor(&self, role: Option<&str>, name: &str) -> BoundedSetting {
         let first = self.rule(role, name).and_then(|rule| Some((*rule.settings.first()?, rule.bound)));
         first.map_or(BoundedSetting { setting: Setting::Lossless, bound: None }, |(setting, bound)| BoundedSetting { setting, bound })
     }
@@ -220,12 +229,17 @@ impl Precision {
     /// # Ok::<(), tensorcask::Error>(())
     /// ```
     pub fn alternatives(&self, role: &str, name: &str) -> Vec<BoundedSetting> {
+        self.alternatives_of_tensor(Some(role), name)
+    }
+
+    /// As [`alternatives`](Self::alternatives). Rules that name a role leave out a tensor without one.
+    pub(crate) fn alternatives_of_tensor(&self, role: Option<&str>, name: &str) -> Vec<BoundedSetting> {
         let all = |rule: &Rule| rule.settings.iter().map(|&setting| BoundedSetting { setting, bound: rule.bound }).collect();
         self.rule(role, name).map_or_else(Vec::new, all)
     }
 
     /// The last rule that matches a tensor.
-    fn rule(&self, role: &str, name: &str) -> Option<&Rule> {
+    fn rule(&self, role: Option<&str>, name: &str) -> Option<&Rule> {
         self.rules.iter().rev().find(|rule| rule.pattern.matches(role, name))
     }
 

@@ -51,7 +51,7 @@ impl TensorPattern {
     }
 
     /// Whether the pattern is the role of a tensor, or matches the tensor's name.
-    pub(crate) fn matches(&self, role: &str, name: &str) -> bool {
-        self.text == role || self.glob.is_match(name)
+    pub(crate) fn matches(&self, role: Option<&str>, name: &str) -> bool {
+        role == Some(self.text.as_str()) || self.glob.is_match(name)
     }
 }

@@ -1,18 +1,26 @@
 //! The role of a tensor in training, guessed from its name unless the caller states the role.
+//!
+//! A guess may choose a codec, because every codec restores the same bits. It may not round or drop a tensor. A name
+//! proves a role only where trainers put it: below the key of an optimizer, or as one of the words that nothing but an
+//! optimizer uses. `momentum.weight` may be a momentum, or the weights of a module called `momentum`.
 
 /// Role of a tensor, and its parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleAndParam {
-    /// Role: `model`, `master`, `exp_avg`, `exp_avg_sq`, `momentum`, `ema`, or any other word.
+    /// Role: `model`, `master`, `exp_avg`, `exp_avg_sq`, `momentum`, `ema`, `optimizer`, or any other word.
     pub role: String,
     /// Name shared by all tensors of a parameter.
     pub param: String,
+    /// Whether the name proves the role. Other roles are guesses: nothing is rounded or dropped because of them.
+    pub is_certain: bool,
 }
 
 /// Guesses role and param from a tensor's name.
 ///
 /// Known are the names of torch optimizers (also as saved by FSDP and DCP), Megatron distributed checkpoints,
-/// DeepSpeed, optax, and Hugging Face models. Every other name is a model weight.
+/// DeepSpeed, optax, and Hugging Face models. Every tensor below the key of a model (`model`, `module`, `state_dict`,
+/// `params`) is a model weight. A tensor below the key of an optimizer whose place names no role has role `optimizer`.
+/// Every other name is a model weight.
 ///
 /// Dots and slashes separate segments. The param is the name without the role's segment, without leading container
 /// segments, and without wrapper segments. Therefore all tensors of a parameter get the same param.
@@ -24,30 +32,74 @@ pub struct RoleAndParam {
 /// };
 /// let expected = |role: &str, param: &str| (role.to_owned(), param.to_owned());
 /// assert_eq!(guess("model.h.0.weight"), expected("model", "h.0.weight"));
+/// assert_eq!(guess("model.momentum.weight"), expected("model", "momentum.weight"));
 /// assert_eq!(guess("optimizer.exp_avg.h.0.weight"), expected("exp_avg", "h.0.weight"));
 /// assert_eq!(guess("optimizer.state.model.h.0.weight.exp_avg_sq"), expected("exp_avg_sq", "h.0.weight"));
 /// assert_eq!(guess("optimizer.state.fp32_param.h.0.weight"), expected("master", "h.0.weight"));
+/// assert_eq!(guess("optimizer.state.h.0.weight.square_avg"), expected("optimizer", "h.0.weight.square_avg"));
 /// assert_eq!(guess("_fsdp_wrapped_module.h.0._orig_mod.weight"), expected("model", "h.0.weight"));
+/// assert!(!tensorcask::infer_role("momentum.weight").is_certain);
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
     let mut segments: Vec<&str> = name.split(['.', '/']).collect();
     let chained = segments.iter().take_while(|segment| is_chained(segment)).count();
     segments.drain(..if chained < segments.len() { chained } else { 0 });
-    let in_optimizer = segments.first().is_some_and(|first| OPTIMIZERS.contains(first));
-    let role_of = |segment: &str| {
-        let general = WORDS.iter().find(|(word, _)| *word == segment);
-        general.or_else(|| OPTIMIZER_WORDS.iter().find(|(word, _)| in_optimizer && *word == segment)).map(|(_, role)| *role)
-    };
-    let found = segments.iter().enumerate().find_map(|(i, segment)| Some((i, role_of(segment)?)));
-    let (skip, role) = found.unwrap_or((usize::MAX, "model"));
+    let found = place_of_role(&segments);
+    let skip = found.at.unwrap_or(usize::MAX);
     let mut rest =
         segments.iter().enumerate().filter(|&(i, segment)| i != skip && !WRAPPERS.contains(segment)).map(|(_, segment)| *segment);
-    let mut param: Vec<&str> = rest.by_ref().skip_while(|segment| CONTAINERS.contains(segment)).collect();
+    let mut param: Vec<&str> = rest.by_ref().skip_while(|segment| is_container(segment)).collect();
     if param.is_empty() {
         // The parameter itself has the name of a container.
         param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
     }
-    RoleAndParam { role: role.to_owned(), param: param.join(".") }
+    RoleAndParam { role: found.role.to_owned(), param: param.join("."), is_certain: found.is_certain }
+}
+
+/// The role that the segments of a name show.
+struct FoundRole {
+    role: &'static str,
+    /// Number of the segment that names the role; `None` if no segment does.
+    at: Option<usize>,
+    is_certain: bool,
+}
+
+/// Finds the segment that names a role. Trainers write it first below the key of the optimizer (Megatron, optax) or
+/// last (torch, DeepSpeed).
+fn place_of_role(segments: &[&str]) -> FoundRole {
+    let role_at = |words: &[(&str, &'static str)], at: usize| {
+        let segment = segments.get(at)?;
+        words.iter().find(|(word, _)| word == segment).map(|(_, role)| (at, *role))
+    };
+    let certain = |(at, role): (usize, &'static str)| FoundRole { role, at: Some(at), is_certain: true };
+    let guessed = |(at, role): (usize, &'static str)| FoundRole { role, at: Some(at), is_certain: false };
+    // The key of a model or an optimizer, unless a word before it already names a role, as in `ema.model.w`.
+    let key = segments
+        .iter()
+        .position(|segment| OPTIMIZERS.contains(segment) || MODELS.contains(segment))
+        .filter(|&key| (0..key).all(|at| role_at(WORDS, at).or_else(|| role_at(PLAIN_WORDS, at)).is_none()));
+    let is_optimizer = |key: usize| segments.get(key).is_some_and(|segment| OPTIMIZERS.contains(segment));
+    if key.is_some_and(|key| !is_optimizer(key)) {
+        return FoundRole { role: "model", at: None, is_certain: true };
+    }
+    let last = segments.len().saturating_sub(1);
+    let start = key.unwrap_or(0);
+    let is_outer = |segment: &&str| is_container(segment) || WRAPPERS.contains(segment);
+    let body = start + segments.iter().skip(start).take_while(|segment| is_outer(segment)).count();
+    // A chain of optax transformations is a tuple: `opt_state.0.mu`.
+    let is_number = |segment: &&str| !segment.is_empty() && segment.bytes().all(|byte| byte.is_ascii_digit());
+    let first = body + segments.iter().skip(body).take_while(|segment| is_number(segment)).count();
+    if let Some(found) = role_at(WORDS, body).or_else(|| role_at(WORDS, last)) {
+        return certain(found);
+    }
+    if key.is_some() {
+        let found = role_at(LAST_IN_OPTIMIZER, last).filter(|_| last > body);
+        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, first)).or_else(|| role_at(PLAIN_WORDS, first));
+        return found.map_or(FoundRole { role: "optimizer", at: None, is_certain: true }, certain);
+    }
+    let anywhere = (0..segments.len()).find_map(|at| role_at(WORDS, at));
+    let found = role_at(PLAIN_WORDS, first).or(anywhere).or_else(|| role_at(PLAIN_WORDS, last));
+    found.map_or(FoundRole { role: "model", at: None, is_certain: true }, guessed)
 }
 
 /// Whether tensors of a role are parameters, as the model or the optimizer holds them.
@@ -65,29 +117,22 @@ fn is_chained(segment: &str) -> bool {
     segment.strip_prefix("chained_").is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// First segments of optimizer state.
+/// Keys of optimizer state.
 const OPTIMIZERS: &[&str] = &["optimizer", "optim", "opt_state", "optimizer_state_dict", "base_optimizer_state", "zero"];
 
-/// Leading segments that name a container of tensors, not a parameter.
-const CONTAINERS: &[&str] = &[
-    "model",
-    "module",
-    "optimizer",
-    "optim",
-    "opt_state",
-    "optimizer_state_dict",
-    "base_optimizer_state",
-    "zero",
-    "state",
-    "state_dict",
-    "params",
-];
+/// Keys of model weights.
+const MODELS: &[&str] = &["model", "module", "state_dict", "params"];
+
+/// Whether a leading segment names a container of tensors, not a parameter.
+fn is_container(segment: &str) -> bool {
+    segment == "state" || OPTIMIZERS.contains(&segment) || MODELS.contains(&segment)
+}
 
 /// Segments that wrappers insert anywhere.
 const WRAPPERS: &[&str] = &["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
 
+/// Words that only optimizers use.
 const WORDS: &[(&str, &str)] = &[
-    ("master", "master"),
     ("master_param", "master"),
     ("master_weights", "master"),
     ("main_param", "master"),
@@ -97,15 +142,18 @@ const WORDS: &[(&str, &str)] = &[
     ("exp_avg", "exp_avg"),
     ("exp_avg_sq", "exp_avg_sq"),
     ("max_exp_avg_sq", "max_exp_avg_sq"),
-    ("momentum", "momentum"),
     ("momentum_buffer", "momentum"),
-    ("ema", "ema"),
-    ("ema_model", "ema"),
 ];
 
-/// Words that name a role only inside an optimizer.
-const OPTIMIZER_WORDS: &[(&str, &str)] =
-    &[("fp32", "master"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"), ("step", "step"), ("count", "step")];
+/// Words that are also names of modules.
+const PLAIN_WORDS: &[(&str, &str)] = &[("master", "master"), ("momentum", "momentum"), ("ema", "ema"), ("ema_model", "ema")];
+
+/// Words that name a role first below the key of an optimizer, of optax and Megatron.
+const FIRST_IN_OPTIMIZER: &[(&str, &str)] =
+    &[("mu", "exp_avg"), ("nu", "exp_avg_sq"), ("fp32", "master"), ("param", "master"), ("step", "step"), ("count", "step")];
+
+/// Words that name a role last below the key of an optimizer, of DeepSpeed and torch.
+const LAST_IN_OPTIMIZER: &[(&str, &str)] = &[("fp32", "master"), ("step", "step"), ("count", "step")];
 
 #[cfg(test)]
 mod tests {
@@ -148,6 +196,37 @@ mod tests {
         ] {
             let guess = infer_role(name);
             assert_eq!((guess.role.as_str(), guess.param.as_str()), (role, param), "{framework}: {name}");
+        }
+    }
+
+    #[test]
+    fn names_that_modules_have_too_prove_no_role() {
+        for (name, role, is_certain) in [
+            ("momentum.weight", "momentum", false),
+            ("master.w", "master", false),
+            ("ema.w", "ema", false),
+            ("net.exp_avg.w", "exp_avg", false),
+            ("exp_avg.w", "exp_avg", true),
+            ("layers.0.w.exp_avg_sq", "exp_avg_sq", true),
+            ("layers.0.momentum.weight", "model", true),
+            ("model.momentum.weight", "model", true),
+            ("model.master.weight", "model", true),
+            ("state_dict.ema_model.w", "model", true),
+            ("params.mu.kernel", "model", true),
+            ("optimizer.state.mu.weight.step", "step", true),
+            ("optimizer.state.mu.weight.exp_avg", "exp_avg", true),
+            ("optimizer.state.momentum.weight.exp_avg_sq", "exp_avg_sq", true),
+            ("opt_state.0.nu.params.mu.kernel", "exp_avg_sq", true),
+            ("optimizer.state.param.layers.0.w", "master", true),
+            ("optimizer.state.param.exp_avg", "exp_avg", true),
+            ("app.optimizer.state.w.exp_avg", "exp_avg", true),
+            ("optimizer.state.0.exp_avg.codes", "optimizer", true),
+            ("optimizer.state.0.square_avg", "optimizer", true),
+            ("optimizer.state.w.sum", "optimizer", true),
+            ("ema.model.w", "ema", false),
+        ] {
+            let guess = infer_role(name);
+            assert_eq!((guess.role.as_str(), guess.is_certain), (role, is_certain), "{name}");
         }
     }
 

@@ -24,6 +24,7 @@ pub struct TensorView<'a> {
     rect: Rect,
     role: String,
     param: String,
+    is_role_certain: bool,
     data: &'a [u8],
     changed_rows: Option<Vec<u64>>,
     has_row_hashes: bool,
@@ -63,15 +64,41 @@ impl<'a> TensorView<'a> {
                 return fail("unused bits of the last byte are not zero".to_owned());
             }
         }
-        let RoleAndParam { role, param } = infer_role(&name);
-        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None, has_row_hashes: false, gradient: None })
+        let RoleAndParam { role, param, is_certain: is_role_certain } = infer_role(&name);
+        Ok(Self {
+            name,
+            dtype,
+            shape: shape.to_vec(),
+            rect,
+            role,
+            param,
+            is_role_certain,
+            data,
+            changed_rows: None,
+            has_row_hashes: false,
+            gradient: None,
+        })
     }
 
-    /// Sets role and param, instead of guessing them from the name.
+    /// Sets role and param, instead of guessing them from the name. A stated role counts as certain.
     pub fn with_role(mut self, role: impl Into<String>, param: impl Into<String>) -> Self {
         self.role = role.into();
         self.param = param.into();
+        self.is_role_certain = true;
         self
+    }
+
+    /// Whether the caller stated the role, or the name proves it. Precision rules that name a role leave out other tensors.
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, TensorView};
+    /// let view = TensorView::new("momentum.weight", Dtype::F32, &[1], &[0; 4])?;
+    /// assert!(view.role() == "momentum" && !view.is_role_certain());
+    /// assert!(view.with_role("momentum", "weight").is_role_certain());
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn is_role_certain(&self) -> bool {
+        self.is_role_certain
     }
 
     /// Sets the rows that may have changed since this writer last saved the tensor, by index in the tensor's first

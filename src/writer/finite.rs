@@ -86,9 +86,9 @@ impl fmt::Display for NonFinite {
     }
 }
 
-/// Whether tensors of a role hold parameters, averages of parameters, or moments.
+/// Whether tensors of a role hold parameters, averages of parameters, or state of an optimizer that grows with them.
 fn is_checked(role: &str) -> bool {
-    is_parameter(role) || is_moment(role) || role == "ema"
+    is_parameter(role) || is_moment(role) || matches!(role, "ema" | "optimizer")
 }
 
 #[cfg(test)]

@@ -82,13 +82,13 @@ impl<'a> SaveInput<'a> {
 
     /// Setting and bound by which a tensor is rounded.
     pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> BoundedSetting {
-        let (role, name) = (&tensor.description.role, &tensor.description.name);
-        self.settings.of(name).unwrap_or_else(|| self.precision.of(role, name))
+        let name = &tensor.description.name;
+        self.settings.of(name).unwrap_or_else(|| self.precision.of_tensor(tensor.rounding_role(), name))
     }
 
     /// Settings that the rule of a tensor allows. Empty without a rule.
     pub(super) fn alternatives(&self, tensor: &LayoutTensor<'_>) -> Vec<BoundedSetting> {
-        self.precision.alternatives(&tensor.description.role, &tensor.description.name)
+        self.precision.alternatives_of_tensor(tensor.rounding_role(), &tensor.description.name)
     }
 
     /// Id of the codec that a rule assigns to a tensor.
@@ -117,6 +117,25 @@ impl<'a> SaveInput<'a> {
         Ok(())
     }
 
+    /// Warns of tensors that a rule would round if their roles were more than guesses.
+    pub(super) fn warn_of_guesses(&self) {
+        let would_round = |tensor: &&LayoutTensor<'_>| {
+            let description = &tensor.description;
+            let setting = self.precision.of(&description.role, &description.name).setting;
+            tensor.rounding_role().is_none() && setting.rounds(description.dtype) && self.precision(tensor).setting == Setting::Lossless
+        };
+        let mut guessed = self.layout.tensors.iter().filter(would_round);
+        if let Some(first) = guessed.next() {
+            let others = guessed.count();
+            tracing::warn!(
+                tensor = %first.description.name,
+                role = %first.description.role,
+                others,
+                "stored without loss, because the role is a guess from the name; state the role, or write a precision rule for the name"
+            );
+        }
+    }
+
     /// Checks that the rules assign only codecs that exist and can store their tensors.
     pub(super) fn check_codecs(&self) -> Result<()> {
         let registry = self.store.registry();
@@ -137,6 +156,10 @@ impl<'a> SaveInput<'a> {
         let (Some(_), Some(parent)) = (at.base, self.parent) else { return Ok(None) };
         // The base may have been rounded by another profile. Then rows that did not change differ from the base.
         if self.options.precision.is_auto() {
+            return Ok(None);
+        }
+        // A master whose role was proven by values may have been rounded in the base, and not now.
+        if !self.view(at).is_role_certain() && !self.precision.is_lossless() {
             return Ok(None);
         }
         // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then

@@ -8,10 +8,11 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use crate::kernels::remainder::rounds_to;
 use crate::parallel::SAVE_WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};
-use crate::{Blob, Error, Limits, Result, TensorView};
+use crate::{Blob, Dtype, Error, Limits, Result, TensorView};
 
 /// The layout of a state.
 pub(super) struct StateLayout<'a> {
@@ -33,6 +34,15 @@ pub(super) struct LayoutTensor<'a> {
     pub slot: u32,
     /// Ascending by position; empty for an alias.
     pub shards: Vec<&'a TensorView<'a>>,
+    /// Whether the role is more than a guess: stated by the caller, or proven by the name or the values.
+    is_role_certain: bool,
+}
+
+impl LayoutTensor<'_> {
+    /// Role by which precision rules apply to the tensor; `None` for a guess, which may not round.
+    pub(super) fn rounding_role(&self) -> Option<&str> {
+        self.is_role_certain.then_some(self.description.role.as_str())
+    }
 }
 
 impl<'a> StateLayout<'a> {
@@ -49,7 +59,7 @@ impl<'a> StateLayout<'a> {
         let slot_of_role = slot_of_role(views.iter().map(|view| view.data().len() as u64).fold(0, u64::saturating_add));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
         // Number of the stored tensor for each memory range, dtype, shape and role. Later names become aliases.
-        let mut stored: HashMap<(*const u8, usize, crate::Dtype, Vec<u64>, String), usize> = HashMap::new();
+        let mut stored: HashMap<(*const u8, usize, Dtype, Vec<u64>, String), usize> = HashMap::new();
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
             check_group(group, limits, rank)?;
@@ -74,7 +84,8 @@ impl<'a> StateLayout<'a> {
                 param: first.param().to_owned(),
                 alias_of,
             };
-            tensors.push(LayoutTensor { description, slot, shards: if alias_of.is_some() { vec![] } else { shards } });
+            let is_role_certain = group.iter().all(|view| view.is_role_certain());
+            tensors.push(LayoutTensor { description, slot, shards: if alias_of.is_some() { vec![] } else { shards }, is_role_certain });
         }
         let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();
         blobs.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
@@ -104,7 +115,24 @@ impl<'a> StateLayout<'a> {
             let key = (tensor.description.role.clone(), tensor.description.param.clone());
             by_param.entry(key).and_modify(|other| *other = None).or_insert(Some(number));
         }
-        Ok(Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param })
+        let mut layout = Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param };
+        layout.prove_masters();
+        Ok(layout)
+    }
+
+    /// Makes the role of guessed masters certain that round to the model weight of their parameter.
+    fn prove_masters(&mut self) {
+        for number in 0..self.tensors.len() {
+            let tensor = &self.tensors[number];
+            if tensor.is_role_certain || tensor.description.role != "master" || tensor.shards.is_empty() {
+                continue;
+            }
+            let is_proven = tensor.shards.iter().all(|master| {
+                let model = self.partner(number, "model", master.rect()).map(|(model, shard)| self.tensors[model].shards[shard]);
+                model.is_some_and(|model| is_master_of(master, model))
+            });
+            self.tensors[number].is_role_certain = is_proven;
+        }
     }
 
     /// Numbers of the partner of a tensor (same parameter, another role) and of its shard with this rectangle. Readers
@@ -145,6 +173,13 @@ impl<'a> StateLayout<'a> {
             .collect();
         Directory::encode(&rows)
     }
+}
+
+/// Whether the values prove that one shard is the 32-bit master of another: a sample rounds to it.
+fn is_master_of(master: &TensorView<'_>, model: &TensorView<'_>) -> bool {
+    let is_f16 = model.dtype() == Dtype::F16;
+    let are_floats = master.dtype() == Dtype::F32 && (is_f16 || model.dtype() == Dtype::Bf16);
+    are_floats && rounds_to(master.data(), model.data(), is_f16)
 }
 
 /// The slot of a rank's tensors of a role, for a state of `state_bytes`. A small state is encoded in one window, in which

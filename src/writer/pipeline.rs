@@ -171,8 +171,7 @@ impl SavePipeline {
             return Ok(None);
         }
         let is_lossless = |tensor: &LayoutTensor<'_>| {
-            let description = &tensor.description;
-            self.options.precision.of(&description.role, &description.name).setting == Setting::Lossless
+            self.options.precision.of_tensor(tensor.rounding_role(), &tensor.description.name).setting == Setting::Lossless
         };
         let has_no_base = self.options.base_cache == BaseKeeping::None;
         NextRows::of(layout, |tensor| has_no_base && is_lossless(tensor)).map(Some)
@@ -184,6 +183,9 @@ impl SavePipeline {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
         self.input(step, layout, parent).check_codecs()?;
         self.input(step, layout, parent).check_tied()?;
+        if parent.is_none() {
+            self.input(step, layout, parent).warn_of_guesses();
+        }
         self.choose_settings(step, layout, parent)?;
         let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead } = self;
         let input = SaveInput { store, options, precision, changed_rows, settings, step, layout, parent };

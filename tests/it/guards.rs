@@ -235,6 +235,32 @@ fn steps_are_reduced_to_weights_except_the_last_finite_one() {
 }
 
 #[test]
+fn a_reduction_keeps_weights_of_any_name_and_drops_the_state_of_any_optimizer() {
+    let store = Store::open("memory://guards-roles").unwrap();
+    let mut writer = store.writer_with(WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Off) }).unwrap();
+    let (data, short) = (bytes_of(&[1.0, 2.0]), [0x80, 0x3f, 0, 0x40]);
+    let weights = ["model.momentum.w", "model.ema.w", "ema.w", "momentum.v", "master.v", "net.exp_avg.v"];
+    let dropped =
+        ["optimizer.state.0.square_avg", "optimizer.state.0.sum", "optimizer.state.0.exp_avg", "optimizer.state.w.step", "master.u"];
+    for step in 1..=3 {
+        let f32 = weights.iter().chain(&dropped).map(|name| TensorView::new(*name, Dtype::F32, &[2], &data).unwrap());
+        let bf16 = TensorView::new("model.u", Dtype::Bf16, &[2], &short).unwrap();
+        writer.save(step, &f32.chain([bf16]).collect::<Vec<_>>(), &[], &Metadata::default()).unwrap();
+    }
+    let retention = Retention { keep_weights_every: Some(1), ..last(1) };
+    maintain::apply_retention(&store, retention, &maintain::CompactOptions::default()).unwrap();
+    let left: BTreeSet<String> = store.snapshot(1).unwrap().tensors().iter().map(|tensor| tensor.name.clone()).collect();
+    for name in weights.iter().chain(["model.u"].iter()) {
+        // The name alone does not prove that `momentum.v`, `master.v` and `net.exp_avg.v` are no weights.
+        assert!(left.contains(*name), "{name} is gone: {left:?}");
+    }
+    for name in dropped {
+        let shares_a_guessed_role = name == "optimizer.state.0.exp_avg" || name == "master.u";
+        assert_eq!(left.contains(name), shares_a_guessed_role, "{name}: {left:?}");
+    }
+}
+
+#[test]
 fn a_damaged_step_does_not_keep_others_from_being_reduced() {
     let folder = tempfile::tempdir().unwrap();
     let store = Store::with(without_inline().open(folder.path().to_str().unwrap()).unwrap()).unwrap();

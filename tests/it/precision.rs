@@ -54,6 +54,44 @@ async fn read(snapshot: &Snapshot) -> State {
     state
 }
 
+#[tokio::test]
+async fn only_roles_that_are_certain_are_rounded() {
+    let weights: Vec<f32> = (1..=300).map(|n| n as f32 / 7.0).collect();
+    let exact = bytes(&weights);
+    let short: Vec<u8> = weights.iter().flat_map(|w| half::bf16::from_f32(*w).to_bits().to_le_bytes()).collect();
+    let other = bytes(&weights.iter().map(|w| w + 1.0).collect::<Vec<f32>>());
+    // Name, type, content, and whether the tensor keeps its bits.
+    let cases = [
+        // Weights of modules called momentum, master and mu.
+        ("momentum.w", Dtype::F32, &exact, true),
+        ("model.momentum.w2", Dtype::F32, &exact, true),
+        ("master.alone", Dtype::F32, &exact, true),
+        ("params.mu.w", Dtype::F32, &exact, true),
+        ("optimizer.state.mu.w.step", Dtype::F32, &exact, true),
+        // A master rounds to its model weight; another tensor of that name does not.
+        ("a", Dtype::Bf16, &short, true),
+        ("master.a", Dtype::F32, &exact, false),
+        ("b", Dtype::Bf16, &short, true),
+        ("master.b", Dtype::F32, &other, true),
+        // State of optimizers, and the caller's word.
+        ("optimizer.state.mu.w.exp_avg", Dtype::F32, &exact, false),
+        ("optimizer.state.0.momentum_buffer", Dtype::F32, &exact, false),
+        ("optimizer.state.0.exp_avg.scale", Dtype::F32, &exact, true),
+        ("velocity", Dtype::F32, &exact, false),
+    ];
+    // Tensors of one memory would be tied.
+    let cases = cases.map(|(name, dtype, data, is_exact)| (name, dtype, data.clone(), is_exact));
+    let store = memory();
+    let views = cases.iter().map(|(name, dtype, data, _)| TensorView::new(*name, *dtype, &[300], data).unwrap());
+    let state: Vec<TensorView<'_>> =
+        views.map(|view| if view.name() == "velocity" { view.with_role("momentum", "w3") } else { view }).collect();
+    store.writer_with(options(Precision::near())).await.unwrap().save(1, &state, &[], &Metadata::default()).await.unwrap();
+    let loaded = read(&store.snapshot(1).await.unwrap()).await;
+    for (name, _, data, is_exact) in &cases {
+        assert_eq!(loaded[*name] == *data, *is_exact, "{name}");
+    }
+}
+
 /// Returns the relative errors of all elements that are finite and not zero.
 fn relative(before: &[f32], after: &[f32]) -> Vec<f64> {
     let pairs = before.iter().copied().zip(after.iter().copied());
