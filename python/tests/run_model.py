@@ -1,9 +1,9 @@
-"""Runs the model of lost stores for a chosen number of sequences: see ``python/tests/model``."""
+"""Runs the model of lost and damaged stores for a chosen number of sequences: see ``python/tests/model``."""
 
 import argparse
 import sys
 
-from model.sequences import run_all
+from model.runs import run_all
 
 
 def main() -> int:

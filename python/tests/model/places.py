@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
 KINDS = ("store.json", "casks", "directories", "snapshots", "log", "catalog")
 
 
-class Folder:
+class Place(ABC):
+    """Objects of a store by name, past the library."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @abstractmethod
+    def beside(self, name: str) -> str:
+        """URL of another store, which goes when the place is closed."""
+
+    @abstractmethod
+    def names(self, kind: str = "") -> list[str]:
+        """All objects, or those of one kind, in the order of names."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes: ...
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    def unlink(self, name: str) -> None: ...
+
+    def objects(self) -> dict[str, bytes]:
+        return {name: self.read(name) for name in self.names()}
+
+    def fill(self, objects: Mapping[str, bytes]) -> None:
+        for name, data in objects.items():
+            self.write(name, data)
+
+    def remove(self, kind: str, random: Random) -> bool:
+        """Removes one object of a kind. Returns false if there is none."""
+        found = self.names(kind)
+        if found:
+            self.unlink(random.choice(found))
+        return bool(found)
+
+    def remove_all(self, kind: str) -> bool:
+        found = self.names(kind)
+        for name in found:
+            self.unlink(name)
+        return bool(found)
+
+
+class Folder(Place):
     """A folder on local disk."""
 
     def __init__(self, root: Path) -> None:
@@ -22,6 +70,9 @@ class Folder:
     @property
     def url(self) -> str:
         return str(self.path)
+
+    def beside(self, name: str) -> str:
+        return str(self.root / name)
 
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -50,24 +101,28 @@ class Folder:
         self.delete()
         shutil.copytree(kept, self.path, dirs_exist_ok=True)
 
-    def objects(self, kind: str) -> list[Path]:
+    def names(self, kind: str = "") -> list[str]:
         if kind == "store.json":
-            return [path for path in [self.path / kind] if path.exists()]
-        folder = self.path / kind
-        return sorted(folder.iterdir()) if folder.is_dir() else []
+            return [name for name in [kind] if (self.path / name).exists()]
+        return sorted(str(path.relative_to(self.path)) for path in (self.path / kind).rglob("*") if path.is_file())
 
-    def remove(self, kind: str, random: Random) -> bool:
-        """Removes one object of a kind. Returns false if there is none."""
-        found = self.objects(kind)
-        if found:
-            random.choice(found).unlink()
-        return bool(found)
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
 
-    def remove_all(self, kind: str) -> bool:
-        found = self.objects(kind)
-        for path in found:
-            path.unlink()
-        return bool(found)
+    def write(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A new file: a linked one may have a second name.
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+
+    def unlink(self, name: str) -> None:
+        """Removes a file, and its folder if that is empty now."""
+        path = self.path / name
+        path.unlink()
+        if path.parent != self.path:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -139,7 +194,7 @@ def can_mount(scratch: Path) -> bool:
     return tried.returncode == 0
 
 
-class Prefix:
+class Prefix(Place):
     """A prefix of a bucket."""
 
     def __init__(self, url: str, name: str) -> None:
@@ -155,14 +210,19 @@ class Prefix:
             config=Config(s3={"addressing_style": "path"}),
         )
         self._stashed = 0
+        self._read: dict[tuple[str, str], bytes] = {}
 
     @property
     def url(self) -> str:
-        return f"s3://{self._bucket}/{self._root}/run"
+        return self.beside("run")
 
-    def _keys(self, folder: str) -> list[str]:
+    def beside(self, name: str) -> str:
+        return f"s3://{self._bucket}/{self._root}/{name}"
+
+    def _keys(self, folder: str) -> dict[str, str]:
+        """Keys with their ETags."""
         pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=f"{self._root}/{folder}")
-        return [found["Key"] for page in pages for found in page.get("Contents", [])]
+        return {found["Key"]: found["ETag"] for page in pages for found in page.get("Contents", [])}
 
     def _copy(self, source: str, target: str) -> None:
         for key in self._keys(f"{source}/"):
@@ -188,17 +248,26 @@ class Prefix:
         self.delete()
         self._copy(kept, "run")
 
-    def remove(self, kind: str, random: Random) -> bool:
-        found = self._keys(f"run/{kind}")
-        if found:
-            self._s3.delete_object(Bucket=self._bucket, Key=random.choice(found))
-        return bool(found)
+    def names(self, kind: str = "") -> list[str]:
+        return sorted(key.removeprefix(f"{self._root}/run/") for key in self._keys(f"run/{kind}"))
 
-    def remove_all(self, kind: str) -> bool:
-        found = self._keys(f"run/{kind}")
-        for key in found:
-            self._s3.delete_object(Bucket=self._bucket, Key=key)
-        return bool(found)
+    def objects(self) -> dict[str, bytes]:
+        found = {}
+        for key, tag in sorted(self._keys("run/").items()):
+            name = key.removeprefix(f"{self._root}/run/")
+            if (name, tag) not in self._read:
+                self._read[name, tag] = self.read(name)
+            found[name] = self._read[name, tag]
+        return found
+
+    def read(self, name: str) -> bytes:
+        return self._s3.get_object(Bucket=self._bucket, Key=f"{self._root}/run/{name}")["Body"].read()
+
+    def write(self, name: str, data: bytes) -> None:
+        self._s3.put_object(Bucket=self._bucket, Key=f"{self._root}/run/{name}", Body=data)
+
+    def unlink(self, name: str) -> None:
+        self._s3.delete_object(Bucket=self._bucket, Key=f"{self._root}/run/{name}")
 
     def close(self) -> None:
         for key in self._keys(""):

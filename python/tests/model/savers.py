@@ -6,38 +6,59 @@ The loader is always a new process.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import tensorcask
 
-SHAPES = {"model.w": (40, 16), "optimizer.exp_avg.w": (40, 16), "optimizer.step": ()}
+# A state of a step from here on is too large to be stored in a log entry: it has casks and a directory.
+LARGE = 100_000
+
+
+def shapes_of(step: int) -> dict[str, tuple[int, ...]]:
+    rows = 40 if step < LARGE else 640
+    return {"model.w": (rows, 16), "optimizer.exp_avg.w": (rows, 16), "optimizer.step": ()}
 
 
 def tensors_of(step: int) -> dict[str, bytearray]:
-    """Returns the bytes of each tensor at a step. A few rows change from step to step."""
+    """Returns the bytes of each tensor at a step. A few rows change from step to step; of large states, everything at each fourth step."""
     found = {}
-    for name, shape in SHAPES.items():
-        count = 1
-        for extent in shape:
-            count *= extent
-        values = [1.0 + at % 7 for at in range(count)]
+    for name, shape in shapes_of(step).items():
+        count = math.prod(shape)
+        if step < LARGE:
+            data = bytearray(struct.pack(f"<{count}f", *(1.0 + at % 7 for at in range(count))))
+        else:
+            data = bytearray(Random(step // 4).randbytes(4 * count))
         for at in range(step % 5, count, 37):
-            values[at] += step
-        values[0] = float(step)
-        found[name] = bytearray(struct.pack(f"<{count}f", *values))
+            struct.pack_into("<f", data, 4 * at, float(step + at % 7))
+        struct.pack_into("<f", data, 0, float(step))
+        found[name] = data
     return found
 
 
 def state_of(step: int) -> dict[str, tensorcask.RawTensor]:
-    return {name: tensorcask.RawTensor("f32", SHAPES[name], data) for name, data in tensors_of(step).items()}
+    shapes = shapes_of(step)
+    return {name: tensorcask.RawTensor("f32", shapes[name], data) for name, data in tensors_of(step).items()}
+
+
+def content_error(step: int, state: Mapping[str, Any]) -> str:
+    """Says what a loaded state has instead of the content of a step; nothing if it is right."""
+    wrong = [name for name, data in tensors_of(step).items() if name not in state or bytes(state[name].data) != bytes(data)]
+    return f"step {step} holds other bytes: {wrong}" if wrong or len(state) != 3 else ""
+
+
+def step_in(state: Mapping[str, Any]) -> int:
+    """Returns the step of which a state is."""
+    return int(struct.unpack("<f", bytes(state["optimizer.step"].data))[0])
 
 
 def check_step(url: str, step: int) -> None:
@@ -46,10 +67,68 @@ def check_step(url: str, step: int) -> None:
     newest = store.snapshot()
     if newest.step != step:
         raise AssertionError(f"the newest step is {newest.step}, {step} was saved last")
-    loaded = store.load(step, framework="bytes")
-    expected = tensors_of(step)
-    if {name: bytes(tensor.data) for name, tensor in loaded.items()} != {name: bytes(data) for name, data in expected.items()}:
-        raise AssertionError(f"step {step} holds other bytes")
+    if wrong := content_error(step, store.load(step, framework="bytes")):
+        raise AssertionError(wrong)
+
+
+def read_steps(url: str, steps: list[int]) -> dict[int, str]:
+    """Loads steps. Returns what went wrong with each, and fails if one holds other numbers."""
+    found = {}
+    for step in steps:
+        try:
+            state = tensorcask.Store(url).load(step, framework="bytes")
+        except tensorcask.Error as error:
+            found[step] = f"{type(error).__name__}: {error}"
+            continue
+        if wrong := content_error(step, state):
+            raise AssertionError(wrong)
+    return found
+
+
+def read_newest(url: str) -> int:
+    """Loads the newest step that can be loaded. Returns its number."""
+    state = tensorcask.Store(url).load(framework="bytes")
+    step = step_in(state)
+    if wrong := content_error(step, state):
+        raise AssertionError(f"as the newest: {wrong}")
+    return step
+
+
+def run_command(words: list[str]) -> tuple[int, str]:
+    """Runs the command line in this process. Returns its exit code and what it printed."""
+    from tensorcask.__main__ import main
+
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        code = main(words)
+        printed.seek(0)
+        return code, printed.read().decode(errors="replace")
+
+
+def start_engine(url: str, step: int) -> tuple[str, str]:
+    """A job starts with the engine, restores the newest step and saves another one. Returns what it restored, and an error of the save."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        engine = tensorcask.Engine(url, folder=folder, agent_idle_exit=1.0)
+        try:
+            try:
+                restored = engine.restore(framework="bytes")
+                found = str(step_in(restored.state))
+                if wrong := content_error(int(found), restored.state):
+                    raise AssertionError(f"the engine restored: {wrong}")
+            except tensorcask.Error as error:
+                found = f"{type(error).__name__}: {error}"
+            engine.save(state_of(step), step=step)
+            for _ in range(240):
+                waited = engine.wait("durable", timeout=0.5)
+                if waited.reached:
+                    return found, ""
+                if waited.problem or waited.failures:
+                    break
+            return found, str(waited)
+        finally:
+            engine.close()
+            _stop_agent(folder)
 
 
 def in_child(act: Callable[[], Any]) -> Any:
@@ -122,16 +201,13 @@ def save(url: str, step: int) -> str:
     return tensorcask.Store(url).save(state_of(step), step=step).kind
 
 
-VERBS: dict[str, Callable[..., Any]] = {"check": check_step, "save": save}
-
-
 def save_by_command(command: list[str], url: str, step: int) -> None:
     """Saves with the command line. Raises its error as an exception."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "state.safetensors")
         header, data = {}, bytearray()
         for name, content in tensors_of(step).items():
-            header[name] = {"dtype": "F32", "shape": SHAPES[name], "data_offsets": [len(data), len(data) + len(content)]}
+            header[name] = {"dtype": "F32", "shape": shapes_of(step)[name], "data_offsets": [len(data), len(data) + len(content)]}
             data += content
         text = json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -170,14 +246,29 @@ class EngineSaver:
             raise tensorcask.StorageError(f"step {step} did not reach the store: {waited}")
 
     def close(self) -> None:
-        from tensorcask.engine import stop_agent
-
         self._engine.close()
-        stop_agent(self._folder.name)
+        _stop_agent(self._folder.name)
         self._folder.cleanup()
+
+
+def _stop_agent(folder: str) -> None:
+    from tensorcask.engine import stop_agent
+
+    stop_agent(folder)
 
 
 def command_line() -> list[str]:
     """The command line of the package that is being tested; ``TENSORCASK_COMMAND`` names another."""
     given = os.environ.get("TENSORCASK_COMMAND")
     return [given] if given else [sys.executable, "-P", "-m", "tensorcask"]
+
+
+VERBS: dict[str, Callable[..., Any]] = {
+    "check": check_step,
+    "save": save,
+    "save by command": lambda url, step: save_by_command(command_line(), url, step),
+    "steps": read_steps,
+    "newest": read_newest,
+    "command": run_command,
+    "engine": start_engine,
+}

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import shutil
-import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import tensorcask
 
-from .places import KINDS, Folder, Mounted, Prefix, can_mount
-from .savers import EngineSaver, Fresh, check_step, command_line, in_child, save_by_command, state_of
+from .places import KINDS
+from .savers import LARGE, EngineSaver, Fresh, command_line, in_child, save_by_command, state_of
 
 ACTS = 10
 
@@ -33,20 +26,6 @@ class Contents:
     gap: bool = False
 
 
-@dataclass
-class Report:
-    """Results of some sequences."""
-
-    sequences: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-
-    def add(self, other: Report) -> None:
-        self.sequences += other.sequences
-        self.outcomes.update(other.outcomes)
-        self.violations += other.violations
-
-
 class Violation(AssertionError):
     """Raised if the rule is violated."""
 
@@ -54,20 +33,20 @@ class Violation(AssertionError):
 class Sequence:
     """One sequence of actions on one place."""
 
-    def __init__(self, seed: int, place: Any, fresh: Fresh, template: Path | None, engine: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, seed: int, place: Any, fresh: Fresh, template: Mapping[str, bytes], engine: bool, say: Callable[[str], None]) -> None:
         self._random = Random(seed)
         self._place, self._fresh, self._say = place, fresh, say
         self.outcomes: Counter[str] = Counter()
-        self._step = 1000
+        self._step = 1000 + self._random.choice((0, 0, LARGE))
         self._others = 0
         # Jobs that each of our writers took over from; whose writer is not here opens the store with its next save, and
         # so takes over.
         self._known: dict[str, set[str | None]] = {}
         self._contents = Contents()
         self._kept: list[tuple[Any, Contents]] = []
-        if template is not None:
-            # A store with a catalog, of a job that has ended.
-            place.put_back(template)
+        if template:
+            # A store of a job that has ended.
+            place.fill(template)
             self._contents = Contents("template")
         self._engine = EngineSaver(place.url) if engine else None
         self._stores = [tensorcask.Store(place.url), tensorcask.Store(place.url)]
@@ -196,67 +175,3 @@ class Sequence:
         mine = self._contents
         self._contents = getattr(self, "_hidden", Contents())
         self._hidden = mine
-
-
-def run_some(seeds: range, url: str | None, verbose: bool) -> Report:
-    """Runs sequences one after another in this process."""
-    report = Report()
-    fresh = Fresh()
-    scratch = Path(tempfile.mkdtemp())
-    say: Callable[[str], None] = (lambda text: print(f"  {text}", file=sys.stderr, flush=True)) if verbose else (lambda text: None)
-    try:
-        mounts = can_mount(scratch)
-        template = scratch / "template"
-        if url is None:
-            in_child(lambda: _fill(str(template)))
-        for seed in seeds:
-            random = Random(seed * 7919)
-            engine, mounted, with_catalog = (random.randrange(n) == 0 for n in (40, 8, 5))
-            root = scratch / f"sequence-{seed}"
-            root.mkdir()
-            place = Prefix(url, f"{os.getpid()}-{seed}") if url else Mounted(root, mounts) if mounted and not engine else Folder(root)
-            try:
-                # Each sequence runs in a process of its own, as a job of its own.
-                outcomes = in_child(lambda s=seed, p=place, c=with_catalog, e=engine: _one(s, p, fresh, template if c and not url else None, e, say))
-                report.outcomes.update(outcomes)
-            except Exception as error:
-                report.violations.append(f"seed {seed}: {error}")
-                print(f"VIOLATION seed {seed}: {error}", flush=True)
-            finally:
-                place.close()
-            report.sequences += 1
-    finally:
-        fresh.close()
-        shutil.rmtree(scratch, ignore_errors=True)
-    return report
-
-
-def _one(seed: int, place: Any, fresh: Fresh, template: Path | None, engine: bool, say: Callable[[str], None]) -> Counter[str]:
-    sequence = Sequence(seed, place, fresh, template, engine, say)
-    sequence.run()
-    return sequence.outcomes
-
-
-def _fill(url: str) -> None:
-    store = tensorcask.Store(url, fsync=False)
-    for step in range(70):
-        store.save(state_of(step), step=step)
-    check_step(url, 69)
-
-
-def run_all(seeds: range, url: str | None = None, jobs: int = 1, verbose: bool = False, progress: bool = False) -> Report:
-    """Runs sequences in several processes, in groups that end one after another."""
-    if jobs == 1 and not progress:
-        return run_some(seeds, url, verbose)
-    groups = [seeds[at : at + 50] for at in range(0, len(seeds), 50)]
-    report, begun = Report(), time.monotonic()
-    with multiprocessing.get_context("forkserver").Pool(jobs, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(_group, [(group, url, verbose) for group in groups]):
-            report.add(found)
-            if progress:
-                print(f"{report.sequences} sequences, {len(report.violations)} violations, {time.monotonic() - begun:.0f} s", flush=True)
-    return report
-
-
-def _group(arguments: tuple[range, str | None, bool]) -> Report:
-    return run_some(*arguments)
