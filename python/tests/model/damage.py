@@ -22,7 +22,7 @@ from random import Random
 import tensorcask
 
 from .places import KINDS, Place
-from .savers import LARGE, Fresh, state_of
+from .savers import LARGE, EngineSaver, Fresh, state_of
 from .sequences import Violation
 from .truth import Truth, sealed
 
@@ -31,7 +31,7 @@ HARMS = ("remove", "empty", "truncate", "flip", "swap")
 POSITIONS = ("first", "middle", "last", "any", "all")
 READING = ("gc", "verify", "doctor", "ls", "log", "restore", "copy")
 COMMITTING = ("compact", "forget", "pin", "gc --apply", "doctor --apply")
-SAVING = ("fresh save", "living save", "command save", "engine")
+SAVING = ("fresh save", "living save", "command save", "engine", "living engine")
 VERBS = (*READING, *COMMITTING, *SAVING)
 AGE = ("--age-floor", "0s")
 # Files of people, beside the objects of the store.
@@ -51,8 +51,9 @@ class Harm:
     before: Truth
     # The state of the log without lost entries at its end, if nothing in the store tells of them.
     without_end: Truth | None = None
-    # New steps that were acknowledged, and steps that were forgotten.
+    # New steps that were acknowledged, a step that the agent goes on to save, and steps that were forgotten.
     saved: list[int] = field(default_factory=list)
+    waiting: int | None = None
     forgotten: list[int] = field(default_factory=list)
 
     def touches(self, *kinds: str) -> bool:
@@ -90,6 +91,7 @@ class Damages:
         self.outcomes: Counter[str] = Counter()
         self._step = LARGE + 1000
         self._copies = 0
+        self._engine: EngineSaver | None = None
         place.fill(template)
         place.fill({name: data for name, data in FOREIGN.items() if self._random.random() < 0.2})
         self._living = tensorcask.Store(place.url)
@@ -99,12 +101,20 @@ class Damages:
             # A stride without common factors: few sequences already try each verb.
             verb, harm, kind, position = COMBINATIONS[(self._seed * ROUNDS + round) * 1009 % len(COMBINATIONS)]
             self._grow()
+            # What the writer has cached is what the store has.
             if verb == "living save":
-                # What the writer has cached is what the store has.
                 self._living_save()
-            done = self._harm(verb, harm, kind, position)
-            if done is not None and not self._round(done):
-                break
+            if verb == "living engine":
+                self._engine = EngineSaver(self._place.url)
+                self._engine.save(self._next())
+            try:
+                done = self._harm(verb, harm, kind, position)
+                if done is not None and not self._round(done):
+                    break
+            finally:
+                if self._engine is not None:
+                    self._engine.close()
+                    self._engine = None
 
     # A store without damage, where everything has to work.
 
@@ -251,6 +261,10 @@ class Damages:
                     raise self._fail(harm, f"the engine takes it for a first start: {found}")
                 if failed:
                     return str(failed)
+            elif self._engine is not None:
+                if failed := self._engine.try_save(step):
+                    harm.waiting = step
+                    return failed
             elif harm.verb == "command save":
                 self._fresh.run("save by command", url, step)
             elif harm.verb == "fresh save":
@@ -278,7 +292,7 @@ class Damages:
         try:
             self._fresh.run("check", self._place.url, step)
         except Exception as error:
-            if harm.verb == "living save" and any(name in str(error) for name in harm.rotten):
+            if harm.verb.startswith("living") and any(name in str(error) for name in harm.rotten):
                 return
             raise self._fail(harm, f"saved step {step}, and a fresh process{where} says: {type(error).__name__}: {error}") from error
 
@@ -339,6 +353,11 @@ class Damages:
         return harm.without_end is None or not gone
 
     def _check_whole(self, harm: Harm) -> None:
+        if self._engine is not None and harm.waiting is not None:
+            reached, text = self._engine.last_outcome()
+            self._say(f"the agent goes on: {text}")
+            if reached:
+                harm.saved.append(harm.waiting)
         steps = [step for step in harm.before.steps if step not in harm.forgotten] + harm.saved
         if failures := self._fresh.run("steps", self._place.url, steps):
             raise self._fail(harm, f"after everything was put back: {failures}")

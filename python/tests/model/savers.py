@@ -5,10 +5,12 @@ The loader is always a new process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -119,13 +121,7 @@ def start_engine(url: str, step: int) -> tuple[str, str]:
             except tensorcask.Error as error:
                 found = f"{type(error).__name__}: {error}"
             engine.save(state_of(step), step=step)
-            for _ in range(240):
-                waited = engine.wait("durable", timeout=0.5)
-                if waited.reached:
-                    return found, ""
-                if waited.problem or waited.failures:
-                    break
-            return found, str(waited)
+            return found, _problem(engine)
         finally:
             engine.close()
             _stop_agent(folder)
@@ -245,16 +241,37 @@ class EngineSaver:
         if not waited.reached:
             raise tensorcask.StorageError(f"step {step} did not reach the store: {waited}")
 
+    def try_save(self, step: int) -> str:
+        """Saves. Returns a problem of the agent, which then tries again."""
+        self._engine.save(state_of(step), step=step)
+        return _problem(self._engine)
+
+    def last_outcome(self) -> tuple[bool, str]:
+        """Waits for the end of the last save: whether the store has it, or why not."""
+        waited = self._engine.wait("durable", timeout=120)
+        return waited.reached, str(waited)
+
     def close(self) -> None:
         self._engine.close()
         _stop_agent(self._folder.name)
         self._folder.cleanup()
 
 
-def _stop_agent(folder: str) -> None:
-    from tensorcask.engine import stop_agent
+def _problem(engine: tensorcask.Engine) -> str:
+    """Waits until the store has the last save. Returns the problem if there is one; the agent tries again then."""
+    for _ in range(240):
+        waited = engine.wait("durable", timeout=0.5)
+        if waited.reached or waited.failures or waited.problem:
+            break
+    return "" if waited.reached else str(waited)
 
-    stop_agent(folder)
+
+def _stop_agent(folder: str) -> None:
+    """Kills an agent that is of no more use: told to stop, it would go on with uploads to a damaged store."""
+    lock = Path(folder, "agent.lock")
+    if lock.exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(lock.read_text()), signal.SIGKILL)
 
 
 def command_line() -> list[str]:
