@@ -88,8 +88,10 @@ def import_with_report(
     on_unsupported: OnUnsupported = None,
 ) -> tuple[Saved, list[str]]:
     """As :func:`import_`. Also returns the names of files and folders beside the checkpoint that are not in the snapshot."""
-    store = open_store(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
+    for path in paths:
+        _check_source(path, url)
+    store = open_store(url, None)
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     left_out: list[str] = []
     if kind == "safetensors":
@@ -197,6 +199,19 @@ def export(
             folder_into_place(path, lambda temporary: _write_dcp(state, temporary), ".metadata")
     else:
         raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'")
+
+
+_STORE_FILE = "store.json"
+
+
+def _check_source(path: Path, store: Any) -> None:
+    """Refuses a source that is not there, or that is a store: the two were swapped."""
+    is_swapped = isinstance(store, (str, os.PathLike)) and Path(store).exists() and not (Path(store) / _STORE_FILE).exists()
+    hint = f". The source comes first, then the store: did you mean {store}?" if is_swapped else ""
+    if (path / _STORE_FILE).exists():
+        raise ValueError(f"{path} is a store of tensorcask, and no checkpoint of another format{hint}")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist{hint}")
 
 
 def _format_of(path: Path, is_folder: bool) -> str:

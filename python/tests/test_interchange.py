@@ -143,6 +143,19 @@ def test_from_the_command_line(tensors, tmp_path, url):
     assert run("import", tmp_path / "a.safetensors", url).returncode == 2
 
 
+def test_swapped_arguments_are_named(url, tmp_path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(FileNotFoundError, match="new does not exist.*did you mean .*a.pt"):
+        import_(tmp_path / "new", tmp_path / "a.pt", step=1)
+    import_(tmp_path / "a.pt", tmp_path / "new", step=1)
+    with pytest.raises(ValueError, match="is a store of tensorcask.*did you mean .*a.pt"):
+        import_(tmp_path / "new", tmp_path / "a.pt", step=1)
+    with pytest.raises(FileNotFoundError, match="b.npz does not exist$"):
+        import_(tmp_path / "b.npz", url, step=1)
+    ended = subprocess.run([sys.executable, "-m", "tensorcask", "import", tmp_path / "no.pt", url, "--step", "1", "--json"], capture_output=True, text=True)
+    assert (ended.returncode, "no.pt does not exist" in ended.stdout) == (10, True)
+
+
 def test_formats_are_told_by_name(url, tmp_path):
     tensorcask.save({"w": torch.ones(1)}, url, step=1)
     with pytest.raises(ValueError, match="does not tell the format"):
