@@ -62,11 +62,11 @@ pub(crate) async fn read_snapshot<'a>(snapshot: &Snapshot, source: Source, reque
         }
     });
     let tensors = tensors.collect();
-    let mut blobs = Vec::new();
-    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| !is_writers_blob(name)) {
-        let data = snapshot.read_blob(rank, &name).await?.into();
-        blobs.push(Blob { rank, name, data });
-    }
+    let mut names = snapshot.blobs().await?;
+    names.retain(|(_, name)| !is_writers_blob(name));
+    let wanted: Vec<(u32, &str)> = names.iter().map(|(rank, name)| (*rank, name.as_str())).collect();
+    let data = snapshot.read_blobs(&wanted).await?;
+    let blobs = names.into_iter().zip(data).map(|((rank, name), data)| Blob { rank, name, data: data.into() }).collect();
     let mut user = snapshot.user().clone();
     user.retain(|key, _| !key.starts_with("tc."));
     let metadata = Metadata { user, file: snapshot.metadata().clone() };

@@ -148,6 +148,13 @@ impl Snapshot {
         py.detach(|| until_done(&self.store, self.inner.blobs()))
     }
 
+    /// Returns the bytes of blobs, given by rank and name.
+    fn read_blobs<'py>(&self, py: Python<'py>, wanted: Vec<(u32, String)>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let names: Vec<(u32, &str)> = wanted.iter().map(|(rank, name)| (*rank, name.as_str())).collect();
+        let found = py.detach(|| until_done(&self.store, self.inner.read_blobs(&names)))?;
+        Ok(found.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+    }
+
     /// Returns the bytes of a blob.
     fn read_blob<'py>(&self, py: Python<'py>, rank: u32, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| until_done(&self.store, self.inner.read_blob(rank, name)))?;

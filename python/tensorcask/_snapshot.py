@@ -317,10 +317,13 @@ class Snapshot(SnapshotView):
         return state
 
     def _nested(self, rank: int, tree: list[_state.Node], tensors: Mapping[str, Any]) -> Any:
+        names = [value for kind, value in tree if kind in ("bytes", "file")]
+        blobs = dict(zip(names, self._native.read_blobs([(rank, name) for name in names]), strict=True)) if names else {}
+
         def leaf(kind: str, value: Any) -> Any:
             if kind == "tensor":
                 return tensors[value[0]]
-            data = self._native.read_blob(rank, value)
+            data = blobs[value]
             if kind == "bytes":
                 return data
             import io
@@ -388,7 +391,8 @@ def rect_of(step: int, name: str, info: TensorInfo | None, ranges: tuple[slice, 
 def trees_of(snapshot: _native.Snapshot) -> list[tuple[int, list[_state.Node]]]:
     """Returns the tree of each rank that saved one, with the rank."""
     ranks = sorted(rank for rank, name in snapshot.blobs() if name == TREE)
-    return [(rank, _native.decode_tree(snapshot.read_blob(rank, TREE))) for rank in ranks]
+    trees = snapshot.read_blobs([(rank, TREE) for rank in ranks])
+    return [(rank, _native.decode_tree(tree)) for rank, tree in zip(ranks, trees, strict=True)]
 
 
 def address_of(buffer: Any) -> int:

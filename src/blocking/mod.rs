@@ -230,6 +230,11 @@ impl Snapshot {
         self.runtime.wait(self.inner.blobs())
     }
 
+    /// See [`Snapshot::read_blobs`](crate::Snapshot::read_blobs).
+    pub fn read_blobs(&self, wanted: &[(u32, &str)]) -> Result<Vec<Vec<u8>>> {
+        self.runtime.wait(self.inner.read_blobs(wanted))
+    }
+
     /// See [`Snapshot::read_blob`](crate::Snapshot::read_blob).
     pub fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
         self.runtime.wait(self.inner.read_blob(rank, name))

@@ -125,10 +125,11 @@ impl<'a> Rewriter<'a> {
             }
             work.add(bytes_of(&window));
         }
-        let mut rewritten = BTreeMap::new();
+        let (mut rewritten, blobs) = (BTreeMap::new(), self.snapshot.blobs().await?);
         for (slot, (mut cask, crcs)) in casks {
-            for (rank, name) in self.snapshot.blobs().await?.iter().filter(|(rank, _)| blob_slot(*rank) == slot) {
-                let bytes = self.snapshot.read_blob(*rank, name).await?;
+            let names: Vec<(u32, &str)> =
+                blobs.iter().filter(|(rank, _)| blob_slot(*rank) == slot).map(|(rank, name)| (*rank, name.as_str())).collect();
+            for ((rank, name), bytes) in names.iter().zip(self.snapshot.read_blobs(&names).await?) {
                 cask.append_blob(*rank, name, bytes.into()).await?;
             }
             rewritten.insert(slot, RewrittenCask { cask: cask.finish().await?, crcs });

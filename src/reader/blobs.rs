@@ -1,5 +1,11 @@
 //! Blobs of a snapshot.
 
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use bytes::Bytes;
+
 use super::Snapshot;
 use super::execute::slice_of;
 use super::open_chain::OpenChain;
@@ -17,18 +23,59 @@ pub(super) struct StoredBlob {
 }
 
 impl StoredBlob {
-    /// Reads the bytes and compares them with their checksum. An error names the blob by `label`.
-    pub(super) async fn read(&self, chain: &OpenChain, label: &str) -> Result<bytes::Bytes> {
-        let link = chain.newest();
-        let source = chain.source(0, self.cask);
-        let bytes = match link.small_casks[self.cask].get() {
-            Some(whole) => slice_of(whole, &self.page.range).map_err(|e| source.locate(e))?,
-            None => source.get_range(self.page.range.clone()).await?,
-        };
-        self.page.check(&bytes).map_err(|e| source.locate(e).tensor(label))?;
-        Ok(bytes)
+    fn byte_count(&self) -> u64 {
+        self.page.range.end.saturating_sub(self.page.range.start)
     }
 }
+
+/// Reads blobs and compares them with their checksums. Neighbours in a cask take one request. An error names a blob by its
+/// `label`.
+#[boxed]
+pub(super) async fn read_stored(
+    chain: &OpenChain,
+    blobs: &[&StoredBlob],
+    label: &(dyn Fn(&StoredBlob) -> String + Sync),
+) -> Result<Vec<Bytes>> {
+    let mut by_cask: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (number, blob) in blobs.iter().enumerate() {
+        by_cask.entry(blob.cask).or_default().push(number);
+    }
+    let mut found = vec![Bytes::new(); blobs.len()];
+    for (cask, numbers) in by_cask {
+        let source = chain.source(0, cask);
+        let ranges: Vec<Range<u64>> = numbers.iter().filter_map(|&number| Some(blobs.get(number)?.page.range.clone())).collect();
+        let read = match chain.newest().small_casks.get(cask).and_then(OnceLock::get) {
+            Some(whole) => ranges.iter().map(|range| slice_of(whole, range).map_err(|e| source.locate(e))).collect::<Result<Vec<_>>>()?,
+            None => source.get_ranges(&ranges).await?,
+        };
+        for (number, bytes) in numbers.into_iter().zip(read) {
+            if let (Some(blob), Some(place)) = (blobs.get(number), found.get_mut(number)) {
+                blob.page.check(&bytes).map_err(|e| source.locate(e).tensor(label(blob)))?;
+                *place = bytes;
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Divides blobs into runs of a bounded number of bytes, or one blob each.
+pub(super) fn windows(blobs: &[StoredBlob]) -> Vec<Vec<&StoredBlob>> {
+    let (mut windows, mut bytes): (Vec<Vec<&StoredBlob>>, u64) = (Vec::new(), u64::MAX);
+    for blob in blobs {
+        bytes = bytes.saturating_add(blob.byte_count());
+        match windows.last_mut().filter(|_| bytes <= WINDOW_BYTES) {
+            Some(window) => window.push(blob),
+            None => {
+                windows.push(vec![blob]);
+                bytes = blob.byte_count();
+            }
+        }
+    }
+    windows
+}
+
+/// Bytes of blobs that are read at once where they are only compared.
+const WINDOW_BYTES: u64 = 64 << 20;
 
 impl Snapshot {
     /// Returns rank and name of each blob.
@@ -38,9 +85,21 @@ impl Snapshot {
 
     /// Reads a blob.
     pub async fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
-        let found = stored_blobs(&self.chain).await?.into_iter().find(|blob| blob.rank == rank && blob.name == name);
-        let found = found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
-        Ok(found.read(&self.chain, name).await?.to_vec())
+        Ok(self.read_blobs(&[(rank, name)]).await?.pop().unwrap_or_default())
+    }
+
+    /// Reads blobs, given by rank and name, in few requests. Returns their bytes in the same order.
+    #[boxed]
+    pub async fn read_blobs(&self, wanted: &[(u32, &str)]) -> Result<Vec<Vec<u8>>> {
+        let stored = stored_blobs(&self.chain).await?;
+        let places = by_name(&stored);
+        let mut blobs = Vec::with_capacity(wanted.len());
+        for (rank, name) in wanted {
+            let missing = || Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(*name);
+            blobs.push(*places.get(&(*rank, *name)).ok_or_else(missing)?);
+        }
+        let read = read_stored(&self.chain, &blobs, &|blob| blob.name.clone()).await?;
+        Ok(read.into_iter().map(|bytes| bytes.to_vec()).collect())
     }
 }
 
@@ -52,15 +111,22 @@ pub(crate) async fn has_blobs(snapshot: &Snapshot, wanted: &[&Blob<'_>]) -> Resu
     if found.len() != wanted.len() {
         return Ok(false);
     }
-    for blob in wanted {
-        let stored = found.iter().find(|stored| stored.rank == blob.rank && stored.name == blob.name);
-        let same_size = |stored: &&StoredBlob| stored.page.range.end.saturating_sub(stored.page.range.start) == blob.data.len() as u64;
-        let Some(stored) = stored.filter(same_size) else { return Ok(false) };
-        if *stored.read(&snapshot.chain, &stored.name).await? != *blob.data {
+    let data: HashMap<(u32, &str), &[u8]> = wanted.iter().map(|blob| ((blob.rank, blob.name.as_str()), &*blob.data)).collect();
+    let data_of = |stored: &StoredBlob| data.get(&(stored.rank, stored.name.as_str())).copied();
+    if found.iter().any(|stored| data_of(stored).is_none_or(|data| data.len() as u64 != stored.byte_count())) {
+        return Ok(false);
+    }
+    for window in windows(&found) {
+        let read = read_stored(&snapshot.chain, &window, &|blob| blob.name.clone()).await?;
+        if window.iter().zip(&read).any(|(stored, bytes)| data_of(stored) != Some(bytes)) {
             return Ok(false);
         }
     }
     Ok(true)
+}
+
+fn by_name(blobs: &[StoredBlob]) -> HashMap<(u32, &str), &StoredBlob> {
+    blobs.iter().map(|blob| ((blob.rank, blob.name.as_str()), blob)).collect()
 }
 
 /// Lists the blobs in the casks of the newest link.
@@ -77,9 +143,9 @@ pub(super) async fn stored_blobs(chain: &OpenChain) -> Result<Vec<StoredBlob>> {
                 let message = format!("a blob of rank {rank} in the cask of slot {}", cask.slot);
                 return Err(Error::corrupt(message).object(chain.source(0, at).path()).tensor(name).clause("manifest 5.4"));
             }
-            let bytes = page.range.end.saturating_sub(page.range.start);
-            crate::Limits::check(bytes, chain.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
-            blobs.push(StoredBlob { cask: at, rank, name: name.to_owned(), page });
+            let blob = StoredBlob { cask: at, rank, name: name.to_owned(), page };
+            crate::Limits::check(blob.byte_count(), chain.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
+            blobs.push(blob);
         }
     }
     Ok(blobs)

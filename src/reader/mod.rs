@@ -40,7 +40,7 @@ mod windows;
 
 use std::collections::BTreeMap;
 
-use blobs::stored_blobs;
+use blobs::{read_stored, stored_blobs, windows};
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
@@ -176,8 +176,8 @@ pub(crate) async fn verify_counting(snapshot: &Snapshot, work: &mut Work) -> Res
     let chain = snapshot.chain.without_read_casks().await?;
     check_content(&chain).await?;
     chain.check_tensors(0..chain.newest().directory.len(), work).await?;
-    for blob in stored_blobs(&chain).await? {
-        blob.read(&chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
+    for window in windows(&stored_blobs(&chain).await?) {
+        read_stored(&chain, &window, &|blob| format!("blob {}/{}", blob.rank, blob.name)).await?;
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
-use tensorcask::{Dtype, Latest, Metadata, Policy, Rank, Rect, Slice, Store, TensorView, Writer, WriterOptions};
+use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Rank, Rect, Slice, Store, TensorView, Writer, WriterOptions};
 
 const LATENCY: Duration = Duration::from_millis(50);
 
@@ -221,4 +221,31 @@ async fn a_delta_is_saved_within_five_rounds() {
     }
     // The newest entry, the manifest of the parent, the objects, the check of the store, and the entry.
     assert!(taken[1] - taken[0] <= 5, "{taken:?} rounds of two and of three saves");
+}
+
+/// Thousands of small values of a state are as many blobs.
+#[tokio::test]
+async fn many_blobs_take_few_requests() {
+    let objects = Arc::new(InMemory::new());
+    let data: Vec<Vec<u8>> = (0..3000).map(|number| noise(number, 300)).collect();
+    let names: Vec<String> = (0..data.len()).map(|number| format!("value.{number}")).collect();
+    let blobs: Vec<Blob<'_>> = names.iter().zip(&data).map(|(name, bytes)| Blob::new(name, bytes.as_slice())).collect();
+    let mut writer = wrap(objects.clone()).writer(Policy::Full).await.unwrap();
+    writer.save(1, &[], &blobs, &Metadata::default()).await.unwrap();
+
+    let reader = wrap(objects);
+    let snapshot = reader.snapshot(Latest).await.unwrap();
+    let before = reader.io().requests;
+    let wanted: Vec<(u32, &str)> = names.iter().map(|name| (0, name.as_str())).rev().collect();
+    assert!(snapshot.read_blobs(&wanted).await.unwrap().iter().rev().eq(&data), "in the order of the question");
+    assert!(reader.io().requests - before <= 4, "the index, and all blobs");
+    let before = reader.io().requests;
+    snapshot.verify().await.unwrap();
+    assert!(reader.io().requests - before <= 6);
+    // The same state again is compared, not saved.
+    let mut again = reader.writer(Policy::Full).await.unwrap();
+    let before = reader.io().requests;
+    again.save(1, &[], &blobs, &Metadata::default()).await.unwrap();
+    assert!(reader.io().requests - before <= 40, "{} requests", reader.io().requests - before);
+    assert!(snapshot.read_blobs(&[(0, "value.0"), (0, "absent")]).await.unwrap_err().to_string().contains("absent"));
 }

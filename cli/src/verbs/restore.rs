@@ -201,14 +201,19 @@ fn select(args: &Args, snapshot: &Snapshot) -> Result<Vec<Selected>> {
 fn write_blobs(snapshot: &Snapshot, folder: &Path) -> Result<usize> {
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder.display().to_string(), e))?;
     let blobs = snapshot.blobs()?;
-    for (rank, name) in &blobs {
-        let bytes = snapshot.read_blob(*rank, name)?;
-        let file = AtomicFile::create(&folder.join(file_name(*rank, name)))?;
-        std::io::Write::write_all(&mut file.file(), &bytes).map_err(|e| Error::io(folder.display().to_string(), e).tensor(name))?;
-        file.commit()?;
+    let names: Vec<(u32, &str)> = blobs.iter().map(|(rank, name)| (*rank, name.as_str())).collect();
+    for some in names.chunks(BLOBS_AT_ONCE) {
+        for ((rank, name), bytes) in some.iter().zip(snapshot.read_blobs(some)?) {
+            let file = AtomicFile::create(&folder.join(file_name(*rank, name)))?;
+            std::io::Write::write_all(&mut file.file(), &bytes).map_err(|e| Error::io(folder.display().to_string(), e).tensor(*name))?;
+            file.commit()?;
+        }
     }
     Ok(blobs.len())
 }
+
+/// Number of blobs that are read together.
+const BLOBS_AT_ONCE: usize = 256;
 
 /// File name of a blob. Unusual characters become `%XX`, and the rank comes first, so the name is never a path.
 fn file_name(rank: u32, name: &str) -> String {
