@@ -34,6 +34,7 @@ fn node(kind: &str, value: &Bound<'_, PyAny>) -> PyResult<TreeNode> {
         "list" => TreeNode::List(value.extract()?),
         "part" => TreeNode::Part(value.extract()?),
         "tuple" => TreeNode::Tuple(value.extract()?),
+        "typed" => TreeNode::Typed(value.extract()?),
         "tensor" => {
             let (name, framework) = value.extract()?;
             TreeNode::Tensor(name, framework)
@@ -78,6 +79,7 @@ fn pair<'py>(py: Python<'py>, node: &TreeNode) -> PyResult<(&'static str, Bound<
         TreeNode::List(count) => ("list", count.into_pyobject(py)?.into_any()),
         TreeNode::Part(positions) => ("part", positions.into_pyobject(py)?.into_any()),
         TreeNode::Tuple(count) => ("tuple", count.into_pyobject(py)?.into_any()),
+        TreeNode::Typed(name) => ("typed", text(name)?),
         TreeNode::Tensor(name, framework) => ("tensor", (name, framework).into_pyobject(py)?.into_any()),
         TreeNode::Bytes(name) => ("bytes", text(name)?),
         TreeNode::File(name) => ("file", text(name)?),

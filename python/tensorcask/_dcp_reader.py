@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -293,4 +294,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
         return [_map(item, change) for item in value]
     if isinstance(value, tuple):
         return tuple(_map(item, change) for item in value)
+    if isinstance(value, deque):
+        return deque((_map(item, change) for item in value), value.maxlen)
     return change(value)

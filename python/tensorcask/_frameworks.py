@@ -97,7 +97,8 @@ def framework_of(value: Any) -> str | None:
 
 
 def _find_framework(value: Any) -> str | None:
-    if type(value) in _NO_ARRAYS:
+    if type(value) in _NO_ARRAYS or isinstance(value, (str, bytes)):
+        # numpy's text and bytes are numbers of numpy, and also text and bytes of Python.
         return None
     if isinstance(value, RawTensor):
         return "bytes"
@@ -111,6 +112,34 @@ def _find_framework(value: Any) -> str | None:
         if classes and isinstance(value, classes):
             return framework
     return None
+
+
+def name_of_type(value: Any) -> tuple[str, str] | None:
+    """Returns kind and name of a dtype or device; None for other values."""
+
+    def is_of(module: str, name: str) -> bool:
+        return isinstance(value, getattr(sys.modules.get(module), name, ()))
+
+    if is_of("torch", "dtype"):
+        return "torch.dtype", str(value).removeprefix("torch.")
+    if is_of("torch", "device"):
+        return "torch.device", str(value)
+    if is_of("numpy", "dtype") and value.isbuiltin == 1:
+        return "numpy.dtype", str(value.name)
+    return None
+
+
+def type_of_name(kind: str, name: str) -> Any:
+    """Returns the dtype or device of a kind and name; the name, if there is none."""
+    if kind == "torch.dtype":
+        found = vars(_import("torch")).get(name)
+        return found if isinstance(found, _import("torch").dtype) else name
+    if kind == "torch.device":
+        return _import("torch").device(name)
+    if kind == "numpy.dtype":
+        found = _import("numpy").dtype(name)
+        return found if found.isbuiltin == 1 else name
+    return name
 
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:

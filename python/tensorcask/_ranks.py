@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,6 +200,8 @@ def _own_key(engine: Engine) -> str:
 
 def _without_copies(value: Any) -> Any:
     """A state without whole tensors. A list keeps its length."""
+    if type(value) is Counter:
+        return value
     if isinstance(value, Mapping):
         return {key: _without_copies(item) for key, item in value.items() if framework_of(item) is None or is_part(item)}
     if isinstance(value, (list, tuple)):
@@ -225,6 +228,8 @@ def filled(target: Any, saved: Any) -> Any:
     """The saved state with the tensors of the target."""
     if framework_of(target) is not None:
         return target
+    if type(saved) is Counter:
+        return saved
     if isinstance(target, Mapping) and isinstance(saved, Mapping):
         return {**saved, **{key: filled(value, saved.get(key, value)) for key, value in target.items()}}
     if isinstance(target, (list, tuple)) and isinstance(saved, (list, tuple)) and len(target) == len(saved):
@@ -241,6 +246,10 @@ def without_tensors(value: Any) -> Any:
     if framework is not None:
         lent = lend(value, "a value of this rank")
         return {_TENSOR: [framework, lent.dtype, list(lent.shape), bytes(lent.buffer)]}
+    if isinstance(value, deque):
+        return deque(map(without_tensors, value), value.maxlen)
+    if type(value) is Counter:
+        return value
     if isinstance(value, Mapping):
         return {key: without_tensors(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -251,6 +260,10 @@ def without_tensors(value: Any) -> Any:
 
 def with_tensors(value: Any) -> Any:
     """Undoes :func:`without_tensors`."""
+    if isinstance(value, deque):
+        return deque(map(with_tensors, value), value.maxlen)
+    if type(value) is Counter:
+        return value
     if isinstance(value, Mapping):
         if value.keys() == {_TENSOR}:
             framework, dtype, shape, data = value[_TENSOR]

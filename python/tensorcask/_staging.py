@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,7 +89,7 @@ class Stager:
 
 def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
     # Not a nested function: a recursive closure is a reference cycle, which would keep the arena in use.
-    if isinstance(value, dict):
+    if isinstance(value, dict) and type(value) is not Counter:
         return {key: _with_copies(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_with_copies(item, copies) for item in value]
@@ -126,7 +127,7 @@ def screen(
             return item
         return screen(item, on_unsupported, check, f"{path}[{key!r}]", take=take, may_ask=may_ask)
 
-    if isinstance(value, dict):
+    if isinstance(value, dict) and type(value) is not Counter:
         return {key: found for key, item in value.items() if (found := inner(item, key)) is not SKIPPED}
     if isinstance(value, (list, tuple)):
         items = [None if (found := inner(item, at)) is SKIPPED else found for at, item in enumerate(value)]

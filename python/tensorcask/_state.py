@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import enum
+import fractions
 import io
 import logging
 import struct
+import uuid
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -107,15 +112,25 @@ class _Flattener:
             elif isinstance(value, Part):
                 self.container("part", sorted(value.items()), path)
             elif isinstance(value, Mapping):
-                self.container("dict", [(self.key(key, path), item) for key, item in value.items()], path)
+                has_names = all(isinstance(key, (str, int)) and not isinstance(key, bool) for key in value)
+                items = [(self.key(key, path), item) for key, item in value.items()] if has_names else self.pairs(value, path)
+                # Nothing is added before the keys are checked.
+                if type(value) is Counter:
+                    nodes.append(("typed", "collections.Counter"))
+                if not has_names:
+                    nodes.append(("typed", "dict"))
+                self.container("dict" if has_names else "list", items, path)
             elif isinstance(value, (list, tuple)):
                 self.container("list" if isinstance(value, list) else "tuple", list(enumerate(value)), path)
+            elif type(value) is deque:
+                nodes.append(("typed", _DEQUE if value.maxlen is None else f"{_DEQUE}:{value.maxlen}"))
+                self.container("list", list(enumerate(value)), path)
             elif isinstance(value, (bytes, bytearray, memoryview)):
                 self.blob("bytes", bytes(value) if isinstance(value, memoryview) else value, path)
             elif isinstance(value, io.BytesIO):
                 self.blob("file", value.getvalue(), path)
             else:
-                nodes.append(_scalar(value, path))
+                nodes.extend(_scalar(value, path))
         except UnstorableTypeError:
             if not may_ask or self.on_unsupported in (None, "error"):
                 raise
@@ -129,8 +144,6 @@ class _Flattener:
                     raise InvalidTypeError(f"{error}; on_unsupported returned this value") from None
 
     def key(self, key: Any, path: Path) -> str | int:
-        if isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise UnstorableTypeError(f"{path_text(path)}: a key is {key!r}; keys have to be strings or integers")
         return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
     def container(self, kind: str, items: list[tuple[str | int, Any]], path: Path) -> None:
@@ -149,6 +162,19 @@ class _Flattener:
             keys.append(key)
         nodes[at] = (kind, keys if kind in ("dict", "part") else len(keys))
 
+    def pairs(self, value: Mapping[Any, Any], path: Path) -> list[tuple[str | int, Any]]:
+        """Returns a mapping with keys that are neither text nor integers as the items of a list of pairs."""
+        for key, item in value.items():
+            if not _is_plain_key(key):
+                raise UnstorableTypeError(
+                    f"{path_text(path)}: a key is {key!r}. Keys may be strings, numbers, None, bytes, and tuples of these. Use one of them"
+                )
+            if arrays_by_path(item):
+                raise UnstorableTypeError(
+                    f"{path_text((*path, key))}: a tensor under a key that is neither text nor an integer has no name. Use str(key)"
+                )
+        return list(enumerate(value.items()))
+
     def blob(self, kind: str, data: Any, path: Path) -> None:
         # Readers find a blob by its node, so its name may depend on the order of keys.
         name, count = name_of(path), 1
@@ -159,20 +185,69 @@ class _Flattener:
         self.flat.nodes.append((kind, name))
 
 
-def _scalar(value: Any, path: Path) -> Node:
+def _scalar(value: Any, path: Path) -> list[Node]:
     if value is None:
-        return ("none", None)
+        return [("none", None)]
     if isinstance(value, bool):
-        return ("bool", value)
+        return [("bool", value)]
     # Subclasses such as enums may override conversions: call those of the plain types.
     if isinstance(value, int):
-        return ("int", int.__int__(value))
+        if int.bit_length(value) > _MAX_DECIMAL_BITS:
+            return [("typed", "int"), ("str", hex(int.__int__(value)))]
+        return [("int", int.__int__(value))]
     if isinstance(value, float):
-        return ("float", float.__float__(value))
+        return [("float", float.__float__(value))]
     if isinstance(value, str):
-        return ("str", _encodable(str.__str__(value), path))
-    hint = "; store its state_dict()" if hasattr(value, "state_dict") else "; store its value" if isinstance(value, enum.Enum) else ""
+        return [("str", _encodable(str.__str__(value), path))]
+    if type(value) is complex:
+        return [("typed", "complex"), ("tuple", 2), ("float", value.real), ("float", value.imag)]
+    name = _frameworks.name_of_type(value)
+    if name is not None:
+        return [("typed", name[0]), ("str", name[1])]
+    hint = "; store its state_dict()" if hasattr(value, "state_dict") else _HINTS.get(type(value), "")
+    if isinstance(value, enum.Enum):
+        hint = "; store its value"
     raise UnstorableTypeError(f"{path_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
+
+
+# Python converts longer integers to decimal only in square time, and refuses them by default.
+_MAX_DECIMAL_BITS = 14_000
+_DEQUE = "collections.deque"
+_HINTS: dict[type, str] = {
+    set: "; store sorted(value)",
+    frozenset: "; store sorted(value)",
+    range: "; store list(value)",
+    slice: "; store its start, stop and step",
+    datetime.datetime: "; store its isoformat()",
+    datetime.date: "; store its isoformat()",
+    datetime.timedelta: "; store its total_seconds()",
+    decimal.Decimal: "; store str(value)",
+    fractions.Fraction: "; store its numerator and denominator",
+    uuid.UUID: "; store its hex",
+}
+
+
+def _is_plain_key(key: Any) -> bool:
+    return key is None or type(key) in (str, int, float, bool, bytes) or type(key) is tuple and all(map(_is_plain_key, key))
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value of a type that this program knows, or else the plain value."""
+    known, _, detail = name.partition(":")
+    try:
+        if known == "collections.Counter" and isinstance(value, dict):
+            return Counter(value)
+        if known == _DEQUE:
+            return deque(value, int(detail) if detail else None)
+        if known == "complex":
+            return complex(*value)
+        if known == "dict":
+            return dict(value)
+        if known == "int":
+            return int(value, 16)
+        return _frameworks.type_of_name(known, value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return value
 
 
 def _encodable(text: str, path: Path) -> str:
@@ -206,8 +281,8 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
     """Rebuilds a state from the nodes of a decoded tree. ``leaf`` returns its tensors, bytes and files."""
     open_containers: list[tuple[str, Any, int, list[Any]]] = []
     for kind, value in nodes:
-        if kind in ("dict", "list", "part", "tuple"):
-            count = len(value) if kind in ("dict", "part") else value
+        if kind in ("dict", "list", "part", "tuple", "typed"):
+            count = len(value) if kind in ("dict", "part") else 1 if kind == "typed" else value
             if count:
                 open_containers.append((kind, value, count, []))
                 continue
@@ -226,7 +301,9 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
     raise ValueError("the tree has too few nodes")
 
 
-def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
+def _container(kind: str, keys: Any, values: list[Any]) -> Any:
+    if kind == "typed":
+        return _typed(keys, values[0])
     if kind == "dict":
         made = dict(zip(keys, values, strict=True))
         return _subclasses.rebuilt(made) if _subclasses.CLASS in made else made
@@ -245,7 +322,7 @@ def merge(trees: list[Any], on_difference: Callable[[str], None]) -> Any:
 
 
 def _merge(one: Any, other: Any, path: Path, on_difference: Callable[[str], None]) -> Any:
-    if type(one) is type(other) and isinstance(one, dict):
+    if type(one) is type(other) and type(one) in (dict, Part):
         for key, value in other.items():
             one[key] = _merge(one[key], value, (*path, key), on_difference) if key in one else value
     elif not _has_same_bytes(one, other):
@@ -271,7 +348,7 @@ def _has_same_bytes(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(_has_same_bytes, one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_has_same_bytes(value, other[key]) for key, value in one.items())
@@ -340,7 +417,7 @@ def arrays_by_path(out: Any) -> dict[Path, Any]:
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 walk(item, (*path, key))
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             for at, item in enumerate(value):
                 walk(item, (*path, at))
 
@@ -368,6 +445,9 @@ def tensor_paths(nodes: Iterable[Node]) -> Iterator[tuple[Path, str]]:
         while (key := next(open_containers[-1][1], _END)) is _END:
             open_containers.pop()
         path = open_containers[-1][0] if key is None else (*open_containers[-1][0], key)
+        if kind == "typed":
+            open_containers.append((path, iter((None,))))
+            continue
         if kind == "tensor":
             yield path, value[0]
         elif kind in ("dict", "part", "list", "tuple"):

@@ -1,5 +1,6 @@
 """An Accelerator through the engine: the real library. `python/trainers` tests it on several ranks, killed."""
 
+import collections
 import sys
 
 import pytest
@@ -17,12 +18,13 @@ class Counter:
 
     def __init__(self):
         self.count, self.mean = 0, torch.zeros(2)
+        self.kinds, self.last = collections.Counter(), collections.deque(maxlen=2)
 
     def state_dict(self):
-        return {"count": self.count, "mean": self.mean}
+        return {"count": self.count, "mean": self.mean, "kinds": self.kinds, "last": self.last}
 
     def load_state_dict(self, state):
-        self.count, self.mean = state["count"], state["mean"]
+        self.count, self.mean, self.kinds, self.last = state["count"], state["mean"], state["kinds"], state["last"]
 
 
 class Model(torch.nn.Sequential):
@@ -58,6 +60,8 @@ def train(accelerator, model, optimizer, schedule, counter, steps):
         optimizer.zero_grad()
         counter.count += 1
         counter.mean = counter.mean + loss.item()
+        counter.kinds.update([counter.count % 2])
+        counter.last.append(counter.count)
         losses.append(loss.item())
     return losses
 
@@ -74,6 +78,7 @@ def test_an_accelerator_goes_on_as_if_it_had_not_stopped(url, host_memory):
         assert load_state(resumed[0], engine) == 3
         assert train(*resumed, 3) == expected
         assert resumed[4].count == 6 and torch.equal(resumed[4].mean, whole[4].mean)
+        assert repr((resumed[4].kinds, resumed[4].last)) == "(Counter({1: 3, 0: 3}), deque([5, 6], maxlen=2))"
         assert resumed[3].get_last_lr() == whole[3].get_last_lr()
         engine.finish()
     found = tensorcask.Store(url).snapshot()

@@ -27,6 +27,8 @@ pub enum TreeNode {
     Part(Vec<u64>),
     /// An immutable list (a tuple) of this length. Its values follow.
     Tuple(u64),
+    /// The value that follows has this type in the program that saved it. Other programs take the value as it is.
+    Typed(String),
     /// A tensor: its name and its framework.
     Tensor(String, String),
     /// Bytes: the name of the blob that holds them.
@@ -137,6 +139,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
                 keys.len() as u64
             }
             TreeNode::List(count) | TreeNode::Tuple(count) => *count,
+            TreeNode::Typed(_) => 1,
             TreeNode::Part(positions) => {
                 if positions.iter().zip(positions.iter().skip(1)).any(|(a, b)| a >= b) {
                     return Err(("positions in a part of a list do not ascend".into(), "tree 3.1"));
@@ -179,13 +182,15 @@ mod tests {
     fn sample() -> Vec<TreeNode> {
         let key = |text: &str| TreeKey::Str(text.into());
         vec![
-            TreeNode::Dict(vec![key("model"), key("lr"), TreeKey::Int("-3".into()), key("e")]),
+            TreeNode::Dict(vec![key("model"), key("lr"), TreeKey::Int("-3".into()), key("e"), key("at")]),
             TreeNode::List(2),
             TreeNode::Tensor("model.0".into(), "torch".into()),
             TreeNode::Tuple(0),
             TreeNode::Float(format!("{:016x}", f64::NAN.to_bits())),
             TreeNode::Int("123456789012345678901234567890".into()),
             TreeNode::None,
+            TreeNode::Typed("torch.dtype".into()),
+            TreeNode::Str("float32".into()),
         ]
     }
 
@@ -220,6 +225,7 @@ mod tests {
             (r#"{"list":2}"#, r#"{ "list":2}"#, "tree 1.2"),
             (r#"{"list":2}"#, r#"{"part":[1,1]}"#, "tree 3.1"),
             (r#""none""#, r#"{"set":[]}"#, "log 1.3"),
+            (r#",{"str":"float32"}"#, "", "tree 2.2"),
         ];
         for (from, to, clause) in cases {
             assert!(json.contains(from), "{from}");

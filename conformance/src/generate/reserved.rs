@@ -57,6 +57,9 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
     );
     cases.push(accept("tree/nested", "tree 2", "every kind of node; keys that differ in their kind alone", tree(&tree_of(nested))?));
 
+    let typed = r#"{"tuple":2},{"typed":"collections.Counter"},{"dict":[{"int":"2"}]},{"int":"1"},{"typed":"a type that no reader has"},{"typed":""},"none""#;
+    cases.push(accept("tree/typed", "tree 2.8", "values with types, known and unknown", tree(&tree_of(typed))?));
+
     let deep = |containers: usize| tree_of(&format!(r#"{}"none""#, r#"{"list":1},"#.repeat(containers)));
     cases.push(accept("tree/deep", "tree 2.6", "511 lists within each other, and the list of nodes", tree(&deep(511))?));
 
@@ -73,6 +76,7 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
         ("ends-early", "tree 2.2", "a list of two with one value", r#"{"list":2},"none""#),
         ("goes-on", "tree 2.2", "two nodes at the top", r#""none","none""#),
         ("no-nodes", "tree 2.2", "no node at the top", ""),
+        ("type-without-a-value", "tree 2.2", "a type at the end", r#"{"typed":"complex"}"#),
         ("key-twice", "tree 2.3", "a mapping with a key twice", r#"{"dict":[{"str":"a"},{"str":"a"}]},"none","none""#),
         ("key-of-another-kind", "tree 2.1", "a key that is a truth value", r#"{"dict":[{"bool":true}]},"none""#),
         ("zero-before-an-integer", "tree 2.4", "an integer that begins with 0", r#"{"int":"07"}"#),
