@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
     from ._folders import step_in
-    from .interchange import _format_of_folder, import_with_report
+    from .interchange import _format_of_folder, import_
 
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
     parser.add_argument("store", metavar="STORE", help="path or URL")
@@ -75,8 +75,8 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
 
         options = {"format": given.format, "policy": given.policy, "allow": given.allow, "on_unsupported": given.on_unsupported}
         stores = import_each(given.sources, given.store, step=given.step, shard=given.shard, **options)
-        left_out = [name for row in stores for name in row["left_out"]]
-        report = {"store": given.store, "shard": _shard_text(given.shard), "stores": stores, "left_out": left_out}
+        names = [name for row in stores for name in row["left_out"]]
+        report = {"store": given.store, "shard": _shard_text(given.shard), "stores": stores, "left_out": names}
         return report, _counted(stores, "source", "sources")
     first = Path(given.sources[0])
     kind = given.format or (_format_of_folder(first) if first.is_dir() else None)
@@ -91,7 +91,8 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     step = step_in(first) if given.step is None and kind == "trainer" else given.step
     if step is None:
         parser.error("pass --step: these formats do not store the training step")
-    saved, left_out = import_with_report(
+    left_out: list[str] = []
+    saved = import_(
         given.sources,
         given.store,
         step=step,
@@ -99,6 +100,7 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
         policy=given.policy,
         allow=given.allow,
         on_unsupported=given.on_unsupported,
+        left_out=left_out,
     )
     facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
     line = f"step {saved.step}: a {saved.kind}; {saved.tensor_bytes} bytes of tensors, {saved.stored_bytes} bytes stored"

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _native
 from ._store import Store, open_store
-from .interchange import export, import_with_report
+from .interchange import export, import_
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def import_each(
         present = number in _steps_of(store)
         left_out: list[str] = []
         if not present:
-            _, left_out = import_with_report(source, store, step=number, **options)
+            import_(source, store, step=number, left_out=left_out, **options)
         found.append({"source": source, "store": store.url, "step": number, "present": present, "left_out": left_out})
     return found
 

@@ -49,11 +49,12 @@ def import_(
     user: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     on_unsupported: OnUnsupported = None,
+    left_out: list[str] | None = None,
 ) -> Saved:
     """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state.
 
     A folder is imported whole: small files beside the weights, such as ``config.json``, become blobs of the snapshot, or ``files`` of
-    the state of a trainer. A warning names what is left out: large files of no known kind, and folders.
+    the state of a trainer. A warning names what is left out: large files of no known kind, and folders. ``left_out`` gets the names, too.
 
     ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such
     as ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of
@@ -70,30 +71,12 @@ def import_(
     >>> saved.step, tensorcask.load("memory://import-example")
     (5, {'w': tensor([1., 1.]), 'epoch': 1})
     """
-    saved, _ = import_with_report(
-        source, url, step=step, format=format, policy=policy, user=user, allow=allow, on_unsupported=on_unsupported
-    )
-    return saved
-
-
-def import_with_report(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    url: str | os.PathLike[str] | Store,
-    *,
-    step: int,
-    format: str | None = None,
-    policy: str = "adaptive",
-    user: Mapping[str, Any] | None = None,
-    allow: Sequence[str] = (),
-    on_unsupported: OnUnsupported = None,
-) -> tuple[Saved, list[str]]:
-    """As :func:`import_`. Also returns the names of files and folders beside the checkpoint that are not in the snapshot."""
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
     for path in paths:
         _check_source(path, url)
     store = open_store(url, None)
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
-    left_out: list[str] = []
+    left_out = [] if left_out is None else left_out
     if kind == "safetensors":
         files: dict[str, bytes] = {}
         for at, path in enumerate(paths):
@@ -126,11 +109,11 @@ def import_with_report(
             command += ["--on-unsupported", "skip"] if on_unsupported == "skip" else []
             command += [word for name in allow for word in ("--allow", name)]
             raise _native.UnsupportedError(_refusal(error, paths[0], command)) from None
-        left_out = [os.path.join(paths[0], name) for name in others]
+        left_out += [os.path.join(paths[0], name) for name in others]
         saved = store.save(state, step=step, policy=policy, user=user, on_unsupported=on_unsupported)
     if left_out:
         _log.warning("step %d is not all of the source. Left out: %s. Keep them if you need them", step, ", ".join(left_out))
-    return saved, left_out
+    return saved
 
 
 def export(

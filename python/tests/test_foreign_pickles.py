@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tensorcask.__main__ import main
 from tensorcask.interchange import import_
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 DATA = Path(__file__).parent / "data"
@@ -74,6 +74,20 @@ def test_a_folder_of_a_new_megatron_is_read(tmp_path, url):
     assert torch.equal(loaded["w"], torch.arange(8.0).reshape(4, 2)) and loaded["norm"].dtype == torch.bfloat16
     assert loaded["common_state/shard_0_1"] == [{"iteration": 7, "args": {"lr": 0.1}}]
     assert [loaded[f"rng/shard_{rank}_2"][0]["seed"] for rank in (0, 1)] == [0, 1]
+
+
+class OfTrainer(Metadata):
+    """The class of an index, as older versions of Megatron had one."""
+
+
+def test_an_index_of_a_class_of_a_trainer_is_read(tmp_path, url):
+    dcp.save({"w": torch.ones(3), "epoch": 2}, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = dcp.FileSystemReader(tmp_path / "a").read_metadata()
+    metadata = OfTrainer(found.state_dict_metadata, found.planner_data, found.storage_data)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    import_(tmp_path / "a", url, step=1)
+    loaded = tensorcask.load(url)
+    assert torch.equal(loaded["w"], torch.ones(3)) and loaded["epoch"] == 2
 
 
 def test_objects_that_an_index_holds_besides_are_left_alone(tmp_path, url):
