@@ -1,7 +1,5 @@
 //! Text for people: lines, tables and sizes, without raw control characters.
 
-use std::fmt::Write as _;
-
 pub(crate) use tensorcask::human_bytes;
 
 /// Text for people, line by line. Characters that are not printable are escaped.
@@ -28,7 +26,7 @@ impl Text {
     pub(crate) fn fields(&mut self, fields: &[(&str, String)]) {
         let width = fields.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         for (name, value) in fields {
-            self.line(format!("{name:width$}  {value}"));
+            self.line(format!("{name}{}  {value}", blanks(name, width)));
         }
     }
 
@@ -41,18 +39,28 @@ impl Text {
         let mut widths = vec![0; headings.len()];
         for row in &rows {
             for (width, cell) in widths.iter_mut().zip(row) {
-                *width = cell.chars().count().max(*width);
+                *width = cell.chars().count().min(MAX_WIDTH).max(*width);
             }
         }
         for row in &rows {
             let mut line = String::new();
             for ((cell, width), right) in row.iter().zip(&widths).zip(&right) {
-                let _ = if *right { write!(line, "{cell:>width$}  ") } else { write!(line, "{cell:width$}  ") };
+                let blanks = blanks(cell, *width);
+                let (before, after) = if *right { (blanks.as_str(), "") } else { ("", blanks.as_str()) };
+                line.extend([before, cell.as_str(), after, "  "]);
             }
             self.0.push_str(line.trim_end());
             self.0.push('\n');
         }
     }
+}
+
+/// Widest column of a table. A longer cell moves the rest of its row: texts of users may have any length.
+const MAX_WIDTH: usize = 120;
+
+/// Blanks that fill a column of this width after a text. The width of a format specification ends at 65,535.
+fn blanks(text: &str, width: usize) -> String {
+    " ".repeat(width.saturating_sub(text.chars().count()))
 }
 
 /// Time with a unit, or with two above a minute.
@@ -140,6 +148,15 @@ mod tests {
         let mut text = Text::default();
         text.table(&["name", ">n"], &[vec!["x\n".into(), "10".into()]]);
         assert_eq!(text.as_str(), "name   n\nx\\n   10\n");
+    }
+
+    #[test]
+    fn a_cell_may_have_any_length() {
+        let (mut text, long) = (Text::default(), "x".repeat(70_000));
+        text.table(&["name", ">n"], &[vec![long.clone(), "1".into()], vec!["y".into(), long.clone()]]);
+        let lines: Vec<&str> = text.as_str().lines().collect();
+        assert_eq!(lines[1].trim_start_matches('x').trim_start(), "1");
+        assert_eq!(lines[2].len(), MAX_WIDTH + 2 + long.len());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::place::{Place, conforms, content, one_object, training_file};
+use crate::place::{Place, conforms, content, one_object, stdout, training_file};
 
 #[test]
 fn pinned_steps_are_not_forgotten() {
@@ -148,6 +148,16 @@ fn the_doctor_finds_leftovers_and_broken_links() {
     let broken = one_object(&broken);
     conforms("doctor", &broken);
     assert_eq!(broken["problems"][0]["object"], format!("casks/{}", cask.file_name().unwrap().to_str().unwrap()));
+}
+
+/// Texts of users may have any length. The width of a format specification does not.
+#[test]
+fn long_facts_are_listed() {
+    let place = Place::new();
+    let long = "x".repeat(70_000);
+    place.json(&format!("save @run --step 1 --user note={long} {}", training_file(1000).display()));
+    assert!(stdout(&place.run("ls @run")).contains(&long));
+    assert_eq!(place.json("ls @run")["snapshots"][0]["user"]["note"], long);
 }
 
 #[test]
