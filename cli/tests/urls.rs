@@ -299,3 +299,72 @@ fn a_refusal_is_an_answer_and_silence_is_none() {
         assert_eq!(is_unanswered(&server.address), expected, "{status}");
     }
 }
+
+#[test]
+fn a_setting_that_can_be_no_url_or_header_is_refused_by_name() {
+    let key = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
+    let (s3, gs, azure) = ("s3://bucket/run", "gs://bucket/run", "abfss://container@account.dfs.core.windows.net/run");
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("token");
+    std::fs::write(&token, "token\n").unwrap();
+    for (url, name, value) in [
+        (s3, "AWS_ENDPOINT_URL", "localhost:9000"),
+        (s3, "AWS_ENDPOINT_URL_S3", ""),
+        (s3, "AWS_ENDPOINT", "http://local host:9000"),
+        (s3, "AWS_REGION", "us east 1"),
+        (s3, "AWS_SESSION_TOKEN", "line\nbreak"),
+        (s3, "AWS_ACCESS_KEY_ID", "k\u{e9}y"),
+        (s3, "AWS_SECRET_ACCESS_KEY", "secret\n"),
+        (gs, "GOOGLE_BASE_URL", "localhost:4443"),
+        (gs, "GOOGLE_BEARER_TOKEN", "token\n"),
+        (gs, "GCE_METADATA_HOST", "a host"),
+        (azure, "AZURE_STORAGE_ENDPOINT", "localhost:10000"),
+        (azure, "AZURE_STORAGE_TOKEN", "to\nken"),
+        (azure, "AZURE_AUTHORITY_HOST", "login.example.com"),
+        (azure, "IDENTITY_ENDPOINT", "/token"),
+        (azure, "IDENTITY_HEADER", "a\nb"),
+    ] {
+        let mut variables = key.to_vec();
+        variables.retain(|(known, _)| *known != name);
+        variables.push((name, value));
+        for arguments in [vec!["ls", url], vec!["save", url, "--step", "1", INPUT]] {
+            let message = failure(&arguments, &variables);
+            assert!(message.contains("invalid_argument") && message.contains(&format!("`{name}`")), "{message}");
+            assert_eq!(message.lines().count(), 1, "{message}");
+        }
+    }
+    let variables = [
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/credentials"),
+        ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", token.to_str().unwrap()),
+    ];
+    let message = failure(&["ls", s3], &variables);
+    assert!(message.contains("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE") && message.contains("line breaks"), "{message}");
+}
+
+#[test]
+fn a_setting_in_the_config_is_refused_by_name() {
+    for (name, value) in [("aws_endpoint", "localhost:9000"), ("endpoint_url", "\"http://host\""), ("token", "a\nb")] {
+        let config = [(name.to_owned(), value.to_owned())].into();
+        let options = tensorcask::StoreOptions { config, ..tensorcask::StoreOptions::default() };
+        let error = options.open("s3://bucket/run").unwrap_err();
+        assert_eq!(error.kind(), tensorcask::ErrorKind::InvalidArgument, "{error}");
+        assert!(error.message().contains(&format!("`{name}`")), "{error}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_root_that_is_no_text_is_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = tempfile::tempdir().unwrap();
+    let odd = folder.path().join(std::ffi::OsStr::from_bytes(b"odd-\xff"));
+    std::fs::create_dir(&odd).unwrap();
+    std::os::unix::fs::symlink(&odd, folder.path().join("link")).unwrap();
+    for (place, name) in [(folder.path(), "link"), (odd.as_path(), "run")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+        let output = command.args(["save", name, "--step", "1", INPUT]).current_dir(place).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert!(stderr(&output).contains("UTF-8"), "{}", stderr(&output));
+        assert_eq!(std::fs::read_dir(&odd).unwrap().count(), 0, "nothing is created");
+    }
+}

@@ -9,10 +9,14 @@ mod coalesce;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 mod contact;
 mod fetch;
+mod guarded;
 mod io;
 mod objects;
 mod open;
 mod probe;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
+#[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
+mod settings;
 mod upload;
 mod work;
 

@@ -13,6 +13,9 @@ use object_store::path::Path;
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::contact::{Cloud, Connector};
+use super::guarded::{self, Guarded};
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
+use super::settings::{self, Form};
 use super::{Bandwidth, Medium, Objects, Store, assemble};
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
@@ -157,6 +160,7 @@ impl StoreOptions {
 
     fn open_local(self, url: &str, folder: PathBuf) -> Result<Store> {
         let folder = std::path::absolute(&folder).map_err(|e| Error::io(url, e))?;
+        check_is_text(&folder).map_err(|e| e.object(url))?;
         let objects = match folder.is_dir() {
             true => Some(local_objects(&folder, self.fsync)?),
             false => None,
@@ -164,47 +168,21 @@ impl StoreOptions {
         Ok(assemble(url.to_owned(), Medium::Local(folder), objects, Path::default(), self))
     }
 
-    #[allow(unused_variables, clippy::needless_return, reason = "depends on the features that are built in")]
+    #[allow(unused_variables, reason = "depends on the features that are built in")]
     fn cloud(&self, scheme: &str, url: &str) -> Result<Arc<dyn ObjectStore>> {
-        let fail = |e: object_store::Error| Error::storage(url, e);
         match scheme {
             #[cfg(feature = "aws")]
-            "s3" | "s3a" => {
-                let mut builder = object_store::aws::AmazonS3Builder::from_env().with_url(url);
-                for (key, value) in self.cloud_config() {
-                    builder = builder.with_config(config_key(key, url)?, value);
-                }
-                let fallback = builder.get_config_value(&object_store::aws::AmazonS3ConfigKey::ImdsV1Fallback);
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Aws, fallback.as_deref(), url)?);
-                return Ok(Arc::new(builder.build().map_err(fail)?));
-            }
+            "s3" | "s3a" => self.aws(url),
             #[cfg(feature = "gcp")]
-            "gs" => {
-                let mut builder = object_store::gcp::GoogleCloudStorageBuilder::from_env().with_url(url);
-                for (key, value) in self.cloud_config() {
-                    builder = builder.with_config(config_key(key, url)?, value);
-                }
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Gcp, None, url)?);
-                return Ok(Arc::new(builder.build().map_err(fail)?));
-            }
+            "gs" => self.gcp(url),
             #[cfg(feature = "azure")]
-            "az" | "azure" | "abfs" | "abfss" => {
-                let mut builder = object_store::azure::MicrosoftAzureBuilder::from_env().with_url(url);
-                for (key, value) in self.cloud_config() {
-                    builder = builder.with_config(config_key(key, url)?, value);
-                }
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Azure, None, url)?);
-                return Ok(Arc::new(builder.build().map_err(|e| match e.to_string().contains("Account must be specified") {
-                    true => Error::invalid(NO_AZURE_ACCOUNT).object(url),
-                    false => fail(e),
-                })?));
-            }
+            "az" | "azure" | "abfs" | "abfss" => self.azure(url),
             #[cfg(feature = "http")]
             "http" | "https" => {
                 let options = object_store::ClientOptions::new().with_allow_http(true);
                 let builder = object_store::http::HttpBuilder::new().with_url(url).with_client_options(options);
                 let builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Web, None, url)?);
-                return Ok(Arc::new(builder.build().map_err(fail)?));
+                built(url, "", || Ok(Arc::new(builder.build()?)))
             }
             _ => Err(Error::unsupported(format!(
                 "this build cannot open `{scheme}://`: build tensorcask with feature aws, gcp, azure or http"
@@ -212,6 +190,103 @@ impl StoreOptions {
             .object(url)),
         }
     }
+
+    #[cfg(feature = "aws")]
+    fn aws(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
+        use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key};
+        let settings = settings::all::<Key>("AWS_", self.cloud_config(), url)?;
+        let has_key = settings.iter().any(|setting| setting.key == Key::AccessKeyId);
+        let form = |key: &Key| match key {
+            Key::Endpoint | Key::S3Endpoint | Key::StsEndpoint | Key::MetadataEndpoint | Key::ContainerCredentialsFullUri => Form::Url,
+            Key::ContainerCredentialsRelativeUri => Form::PathAt("http://169.254.170.2"),
+            Key::Region | Key::DefaultRegion => Form::PartOfHost("s3.", ".amazonaws.com"),
+            Key::AccessKeyId | Key::SecretAccessKey | Key::Token | Key::Encryption(_) => Form::Header,
+            Key::ContainerAuthorizationTokenFile if !has_key => Form::HeaderFile,
+            Key::Client(key) => client_form(*key),
+            _ => Form::Other,
+        };
+        settings::check(&settings, form, url)?;
+        let names = settings::names(&settings);
+        let mut builder = AmazonS3Builder::new().with_url(url);
+        for setting in settings {
+            builder = builder.with_config(setting.key, setting.value);
+        }
+        let fallback = builder.get_config_value(&Key::ImdsV1Fallback);
+        // Objects are deleted one at a time. Some servers do not have the request that deletes many.
+        builder = builder.with_disable_bulk_delete(true).with_retry(self.retry(url)?);
+        builder = builder.with_http_connector(self.connector(Cloud::Aws, fallback.as_deref(), url)?);
+        built(url, &names, || Ok(Arc::new(builder.build()?)))
+    }
+
+    #[cfg(feature = "gcp")]
+    fn gcp(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
+        use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as Key};
+        let settings = settings::all::<Key>("GOOGLE_", self.cloud_config(), url)?;
+        let form = |key: &Key| match key {
+            Key::BaseUrl => Form::Url,
+            Key::BearerToken => Form::Header,
+            Key::ServiceAccount | Key::ApplicationCredentials => Form::GoogleKeyFile,
+            Key::ServiceAccountKey => Form::GoogleKey,
+            Key::Client(key) => client_form(*key),
+            _ => Form::Other,
+        };
+        settings::check(&settings, form, url)?;
+        let hosts = ["GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"];
+        settings::check_variables(&hosts.map(|name| (name, Form::Host)), url)?;
+        settings::check_variables(&[("SERVICE_ACCOUNT", Form::GoogleKeyFile)], url)?;
+        let names = settings::names(&settings);
+        let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url);
+        for setting in settings {
+            builder = builder.with_config(setting.key, setting.value);
+        }
+        builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Gcp, None, url)?);
+        built(url, &names, || Ok(Arc::new(builder.build()?)))
+    }
+
+    #[cfg(feature = "azure")]
+    fn azure(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
+        use object_store::azure::{AzureConfigKey as Key, MicrosoftAzureBuilder};
+        let settings = settings::all::<Key>("AZURE_", self.cloud_config(), url)?;
+        let form = |key: &Key| match key {
+            Key::Endpoint | Key::MsiEndpoint | Key::AuthorityHost | Key::FabricTokenServiceUrl => Form::Url,
+            Key::AccountName => Form::PartOfHost("", ".blob.core.windows.net"),
+            Key::AuthorityId => Form::PartOfHost("", ""),
+            Key::Token | Key::EncryptionKey | Key::FabricWorkloadHost | Key::FabricSessionToken | Key::FabricClusterIdentifier => {
+                Form::Header
+            }
+            Key::Client(key) => client_form(*key),
+            _ => Form::Other,
+        };
+        settings::check(&settings, form, url)?;
+        settings::check_variables(&[("IDENTITY_ENDPOINT", Form::Url), ("IDENTITY_HEADER", Form::Header)], url)?;
+        if settings.iter().any(|setting| setting.key == Key::UseEmulator) {
+            settings::check_variables(&[("AZURITE_BLOB_STORAGE_URL", Form::Url)], url)?;
+        }
+        let names = settings::names(&settings);
+        let mut builder = MicrosoftAzureBuilder::from_env().with_url(url);
+        for setting in settings {
+            builder = builder.with_config(setting.key, setting.value);
+        }
+        builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Azure, None, url)?);
+        built(url, &names, || Ok(Arc::new(builder.build()?))).map_err(|e| match e.message().contains("Account must be specified") {
+            true => Error::invalid(NO_AZURE_ACCOUNT).object(url),
+            false => e,
+        })
+    }
+}
+
+/// Builds a client of a server. A panic of `object_store`, now or in a request, becomes an error that names `settings`.
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+fn built(url: &str, settings: &str, build: impl FnOnce() -> object_store::Result<Arc<dyn ObjectStore>>) -> Result<Arc<dyn ObjectStore>> {
+    let client = guarded::caught(settings, build).map_err(|e| Error::storage(url, e))?;
+    Ok(Arc::new(Guarded::new(client, settings)))
+}
+
+/// What a setting of HTTP clients becomes.
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
+fn client_form(key: object_store::ClientConfigKey) -> Form {
+    use object_store::ClientConfigKey as Key;
+    if matches!(key, Key::UserAgent | Key::DefaultContentType) { Form::Header } else { Form::Other }
 }
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
@@ -298,11 +373,6 @@ fn right_form(url: &str) -> Option<String> {
     Some(format!("{scheme}:{slashes}{}", rest.trim_start_matches('/')))
 }
 
-#[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
-fn config_key<K: std::str::FromStr>(key: &str, url: &str) -> Result<K> {
-    key.parse().map_err(|_| Error::invalid(format!("`{}` is not a setting of this kind of store", key.escape_debug())).object(url))
-}
-
 /// Parses a URL and refuses a query or fragment. No object store would see them, so two runs could share a root by
 /// mistake.
 fn parse(url: &str) -> Result<url::Url> {
@@ -313,9 +383,23 @@ fn parse(url: &str) -> Result<url::Url> {
     Ok(parsed)
 }
 
+/// Refuses a folder that cannot be named as text: `object_store` panics on such a name.
+fn check_is_text(folder: &std::path::Path) -> Result<()> {
+    match folder.to_str() {
+        Some(_) => Ok(()),
+        None => Err(Error::invalid(format!(
+            "the folder of a store must have a path in UTF-8, and this one is {}; rename the folder in it whose name is not UTF-8",
+            folder.display()
+        ))),
+    }
+}
+
 pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
-    let local = LocalFileSystem::new_with_prefix(folder).map_err(|e| Error::storage(folder.display().to_string(), e))?;
-    Ok(Arc::new(local.with_fsync(fsync)))
+    let name = || folder.display().to_string();
+    let resolved = folder.canonicalize().map_err(|e| Error::io(name(), e))?;
+    check_is_text(&resolved).map_err(|e| e.object(name()))?;
+    let local = guarded::caught("", || LocalFileSystem::new_with_prefix(folder)).map_err(|e| Error::storage(name(), e))?;
+    Ok(Arc::new(Guarded::new(Arc::new(local.with_fsync(fsync)), "")))
 }
 
 /// Returns the in-memory store of this name. It lives as long as somebody holds it.
