@@ -125,6 +125,14 @@ impl Error {
 
     /// Wraps an error of the object store. `object` is the path of the request.
     pub(crate) fn storage(object: impl Into<String>, source: object_store::Error) -> Self {
+        let source = match source {
+            // An error of this crate that passed through an object store.
+            object_store::Error::Generic { store, source } => match source.downcast::<Self>() {
+                Ok(own) => return own.object(object),
+                Err(source) => object_store::Error::Generic { store, source },
+            },
+            other => other,
+        };
         let kind = match &source {
             object_store::Error::NotFound { .. } => ErrorKind::NotFound,
             object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => ErrorKind::Conflict,

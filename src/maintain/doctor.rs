@@ -6,9 +6,9 @@
 use std::time::{Duration, SystemTime};
 
 use super::{Deletable, GcOptions, Problem, VerifyDepth, VerifyOptions, gc, verify};
-use crate::commit::DEFAULT_AGE_FLOOR;
-use crate::store::{FOLDERS, Medium, ProbeReport, probe};
-use crate::{Error, Result, Store};
+use crate::commit::{DEFAULT_AGE_FLOOR, read_store_file};
+use crate::store::{FOLDERS, Medium, ProbeReport, probe, probe_without_store};
+use crate::{Error, ErrorKind, Result, Store};
 
 /// Options of an examination.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +28,8 @@ impl Default for DoctorOptions {
 /// Result of an examination.
 #[derive(Debug, Default)]
 pub struct DoctorReport {
+    /// Whether there is a store. A place without one is only probed, to test a storage before the first save.
+    pub has_store: bool,
     /// Whether leftovers were deleted.
     pub applied: bool,
     /// Objects that the log names and that are missing or damaged. Casks are not read.
@@ -45,17 +47,21 @@ pub struct DoctorReport {
 }
 
 impl DoctorReport {
-    /// Whether the store has no problem. Leftovers do no harm.
+    /// Whether there is a store and it has no problem. Leftovers do no harm.
     pub fn is_healthy(&self) -> bool {
-        self.problems.is_empty()
+        self.has_store && self.problems.is_empty()
     }
 }
 
 /// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if the options say so, and
-/// nothing else.
+/// nothing else. In a place without a store, it only tests the storage.
 pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorReport> {
     let depth = VerifyOptions { depth: VerifyDepth::Log, ..VerifyOptions::default() };
-    let mut report = DoctorReport { applied: options.apply, problems: verify(store, &depth).await?.problems, ..DoctorReport::default() };
+    let verified = match verify(store, &depth).await {
+        Err(e) if e.kind() == ErrorKind::NotFound && is_absent(store).await => return without_store(store).await,
+        verified => verified?,
+    };
+    let mut report = DoctorReport { has_store: true, applied: options.apply, problems: verified.problems, ..DoctorReport::default() };
     let note = |error: Error| Problem { step: None, error };
     match probe(store.objects()).await {
         Ok(probe) => report.probe = Some(probe),
@@ -71,6 +77,20 @@ pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorRepo
     }
     report.staging = staging(store, options)?;
     report.advice.extend(advice(store));
+    Ok(report)
+}
+
+/// Whether a place has no store.
+async fn is_absent(store: &Store) -> bool {
+    read_store_file(store).await.is_err_and(|e| e.kind() == ErrorKind::NotFound)
+}
+
+async fn without_store(store: &Store) -> Result<DoctorReport> {
+    let mut report = DoctorReport { advice: advice(store), ..DoctorReport::default() };
+    match probe_without_store(store.objects()).await {
+        Ok(probe) => report.probe = Some(probe),
+        Err(error) => report.problems.push(Problem { step: None, error }),
+    }
     Ok(report)
 }
 

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures::TryStreamExt;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::{Medium, Objects, concurrently};
+use super::{Medium, Objects, concurrently, hard_links};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Outcome of a put-if-absent.
@@ -70,7 +70,10 @@ impl Objects {
         match client.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
             Ok(_) => Ok(Created::Written),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => Ok(Created::Exists),
-            Err(e) => Err(e),
+            Err(e) => match &self.medium {
+                Medium::Local(root) => hard_links::explained(e, root, object),
+                Medium::Memory | Medium::Remote => Err(e),
+            },
         }
     }
 

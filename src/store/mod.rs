@@ -10,6 +10,7 @@ mod coalesce;
 mod contact;
 mod fetch;
 mod guarded;
+mod hard_links;
 mod io;
 mod objects;
 mod open;
@@ -35,7 +36,7 @@ pub(crate) use objects::{Medium, Objects};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
-pub(crate) use probe::probe;
+pub(crate) use probe::{probe, probe_without_store};
 pub(crate) use upload::{PartBudget, Upload};
 pub(crate) use work::Work;
 

@@ -16,8 +16,8 @@ use crate::text::{Text, counted, human_bytes};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Checks the links from the log to the casks; `verify` also checks the content of casks. Tests with scratch objects whether
-the storage supports atomic commits. Finds leftovers: objects that no snapshot references, and files of interrupted
-uploads. --apply deletes leftovers older than --age-floor, and nothing else. Exits with 3 if stored data is damaged.
+the storage supports atomic commits; where there is no store, this test is all it does. Finds leftovers: objects that no snapshot
+references, and files of interrupted uploads. --apply deletes leftovers older than --age-floor, and nothing else. Exits with 3 if stored data is damaged.
 
 Example:
   tensorcask doctor runs/a"
@@ -36,6 +36,7 @@ pub(crate) struct Args {
 #[derive(Debug, Serialize)]
 struct Report<'a> {
     store: &'a str,
+    has_store: bool,
     healthy: bool,
     applied: bool,
     problems: Vec<ErrorJson>,
@@ -53,10 +54,15 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     drop(progress);
     let mut text = Text::default();
     let mut code = 0;
+    if !found.has_store {
+        text.line(format!("no store at {}; the first save creates one", args.store));
+        code = code_of(ErrorKind::NotFound);
+    }
     for problem in &found.problems {
         text.line(problem.error.to_string());
         code = match problem.error.kind() {
             ErrorKind::Corrupt => code_of(ErrorKind::Corrupt),
+            _ if !found.has_store => 1,
             _ => code.max(1),
         };
     }
@@ -76,9 +82,15 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     for advice in &found.advice {
         text.line(format!("note: {advice}"));
     }
-    text.line(if found.is_healthy() { "healthy" } else { "not healthy" });
+    text.line(match (found.has_store, found.problems.is_empty()) {
+        (true, true) => "healthy",
+        (true, false) => "not healthy",
+        (false, true) => "a store can be created here",
+        (false, false) => "no store can be created here",
+    });
     let report = Report {
         store: &args.store,
+        has_store: found.has_store,
         healthy: found.is_healthy(),
         applied: found.applied,
         problems: found.problems.iter().map(|problem| ErrorJson::of(&problem.error)).collect(),

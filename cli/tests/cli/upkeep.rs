@@ -150,6 +150,24 @@ fn the_doctor_finds_leftovers_and_broken_links() {
     assert_eq!(broken["problems"][0]["object"], format!("casks/{}", cask.file_name().unwrap().to_str().unwrap()));
 }
 
+#[test]
+fn the_doctor_tests_a_storage_before_the_first_save() {
+    let place = Place::new();
+    let found = place.run("doctor @new/run --json");
+    assert_eq!(found.status.code(), Some(10), "there is no store");
+    let found = one_object(&found);
+    conforms("doctor", &found);
+    let facts = ["has_store", "healthy", "probe_rounds", "problems"].map(|name| found[name].clone());
+    assert_eq!(facts, [json!(false), json!(false), json!(20), json!([])]);
+    assert!(!place.path("new").exists(), "the disk is as it was");
+    assert!(stdout(&place.run("doctor @new/run")).contains("a store can be created here"));
+
+    std::fs::write(place.path("file"), b"").unwrap();
+    let refused = place.run("doctor @file/run --json");
+    assert_eq!(refused.status.code(), Some(1), "no store can be there");
+    assert_eq!(one_object(&refused)["problems"][0]["kind"], "storage");
+}
+
 /// Texts of users may have any length. The width of a format specification does not.
 #[test]
 fn long_facts_are_listed() {
