@@ -352,6 +352,41 @@ fn a_setting_in_the_config_is_refused_by_name() {
     }
 }
 
+#[test]
+fn a_refusal_has_the_code_and_the_variables_and_no_xml() {
+    let refusal = |code: &str, words: &str| {
+        format!(
+            "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>{code}</Code><Message>{words}</Message><Resource>{}</Resource></Error>",
+            "x".repeat(400)
+        )
+    };
+    for (status, code, names) in [
+        ("403 Forbidden", "InvalidAccessKeyId", &["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"][..]),
+        ("403 Forbidden", "SignatureDoesNotMatch", &["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]),
+        ("403 Forbidden", "AccessDenied", &["AWS_ACCESS_KEY_ID", "s3:GetObject"]),
+        ("400 Bad Request", "ExpiredToken", &["AWS_SESSION_TOKEN"]),
+        ("400 Bad Request", "AuthorizationHeaderMalformed", &["AWS_REGION"]),
+    ] {
+        let body = refusal(code, "The server says no.");
+        let server = Server::start(move |_, _| response(status, &body));
+        let endpoint = format!("http://{}", server.address);
+        let message = failure(&["ls", "s3://bucket/run"], &server_at(&endpoint));
+        assert!(message.contains(&format!("{code}: The server says no")) && !message.contains('<'), "{message}");
+        names.iter().for_each(|name| assert!(message.contains(name), "{code}: {message}"));
+        assert!(!message.contains("xxx"), "{message}");
+    }
+}
+
+#[test]
+fn an_operation_that_a_server_does_not_have_is_not_repeated() {
+    let body = "<Error><Code>NotImplemented</Code><Message>No such operation.</Message></Error>";
+    let server = Server::start(move |_, _| response("501 Not Implemented", body));
+    let endpoint = format!("http://{}", server.address);
+    let message = failure(&["ls", "s3://bucket/run"], &server_at(&endpoint));
+    assert!(message.contains("does not have this operation") && message.contains("NotImplemented: No such operation"), "{message}");
+    assert!(server.requests().len() < 8, "{:?}", server.requests());
+}
+
 #[cfg(unix)]
 #[test]
 fn a_root_that_is_no_text_is_refused() {

@@ -9,6 +9,14 @@
 //! retry that error, because of its kind. Once a server has answered, with any status, `object_store` alone decides
 //! about retries.
 //!
+//! A request that fails for longer than 5 s is reported every 10 s while it is repeated, so that nobody waits in silence.
+//! *Not Implemented* (501) is final: an operation that a server does not have is not there a minute later either.
+//!
+//! An answer that refuses a request is XML or JSON of many lines. It is replaced by its code, its message, and the settings
+//! to check.
+//!
+//! The time limit of an upload grows with the bytes in flight ([`upload_pace`](super::upload_pace)).
+//!
 //! Requests for instance credentials (EC2, GCE, Azure VM) are recognized by the headers that the metadata services
 //! require. `object_store` sends these requests if nothing else is configured, so their failure means that there are no
 //! credentials.
@@ -22,10 +30,11 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use object_store::ClientOptions;
 use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService, ReqwestConnector};
-use tokio::time::{Instant, sleep, timeout};
+use object_store::{ClientConfigKey, ClientOptions};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::upload_pace::UploadPace;
 use crate::error::Advice;
 
 /// Kind of service behind a URL. Decides which settings an error suggests.
@@ -52,7 +61,16 @@ impl Connector {
     pub(super) fn new(cloud: Cloud, contact_timeout: Duration, imdsv1_fallback: Option<&str>, url: &str) -> Self {
         let imdsv1_fallback = imdsv1_fallback.is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.to_lowercase().as_str()));
         let store_url = url.to_owned();
-        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, imdsv1_fallback, store_url, servers: Mutex::default() }) }
+        let contacts = Contacts {
+            cloud,
+            contact_timeout,
+            imdsv1_fallback,
+            store_url,
+            servers: Mutex::default(),
+            repeated: Mutex::default(),
+            uploads: Mutex::default(),
+        };
+        Self { contacts: Arc::new(contacts) }
     }
 }
 
@@ -63,7 +81,12 @@ impl HttpConnector for Connector {
             options = options.with_connect_timeout(self.contacts.contact_timeout.max(FIRST_PAUSE));
         }
         let inner = ReqwestConnector::default().connect(&options)?;
-        Ok(HttpClient::new(Client { inner, contacts: self.contacts.clone() }))
+        let request_timeout = options.get_config_value(&ClientConfigKey::Timeout).and_then(|value| humantime::parse_duration(&value).ok());
+        let uploads = match request_timeout {
+            Some(_) => ReqwestConnector::default().connect(&options.with_timeout_disabled())?,
+            None => inner.clone(),
+        };
+        Ok(HttpClient::new(Client { inner, uploads, request_timeout, contacts: self.contacts.clone() }))
     }
 }
 
@@ -76,6 +99,44 @@ struct Contacts {
     imdsv1_fallback: bool,
     store_url: String,
     servers: Mutex<BTreeMap<String, Server>>,
+    repeated: Mutex<Repeated>,
+    uploads: Mutex<UploadPace>,
+}
+
+/// Requests that have failed and may be repeated.
+#[derive(Debug, Default)]
+struct Repeated {
+    /// First and last failure of a request, by method and path.
+    failures: BTreeMap<String, (Instant, Instant)>,
+    last_warning: Option<Instant>,
+}
+
+impl Repeated {
+    /// Notes a failure. Returns for how long the request has failed, if a warning is due.
+    fn note_failure(&mut self, request: &str) -> Option<Duration> {
+        let now = Instant::now();
+        if self.failures.len() >= MAX_REPEATED {
+            self.failures.clear();
+        }
+        let (first, last) = self.failures.entry(request.to_owned()).or_insert((now, now));
+        // The failures of an earlier, abandoned request do not count.
+        if now.duration_since(*last) > FORGOTTEN {
+            *first = now;
+        }
+        *last = now;
+        let failing = now.duration_since(*first);
+        let is_due = failing >= QUIET && self.last_warning.is_none_or(|last| now.duration_since(last) >= WARNING_INTERVAL);
+        is_due.then(|| {
+            self.last_warning = Some(now);
+            failing
+        })
+    }
+
+    fn note_success(&mut self, request: &str) {
+        if !self.failures.is_empty() {
+            self.failures.remove(request);
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,6 +167,23 @@ impl Contacts {
     fn note_failure(&self, server: &str, error: &HttpError) {
         if self.servers().insert(server.to_owned(), Server::Fails) == Some(Server::Answers) {
             tracing::warn!(server, error = %innermost(error), "the server has stopped answering; its requests are retried");
+        }
+    }
+
+    fn repeated(&self) -> MutexGuard<'_, Repeated> {
+        self.repeated.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Warns of a request that has failed for some time.
+    fn note_outcome(&self, server: &str, request: &str, outcome: &Result<HttpResponse, HttpError>) {
+        let cause = match outcome {
+            Ok(response) if is_repeated(response.status().as_u16()) => response.status().to_string(),
+            Ok(_) => return self.repeated().note_success(request),
+            Err(error) => innermost(error).to_string(),
+        };
+        if let Some(failing) = self.repeated().note_failure(request) {
+            let seconds = failing.as_secs();
+            tracing::warn!(server, request, cause, "a request has failed for {seconds} s; it is being repeated");
         }
     }
 
@@ -140,6 +218,9 @@ impl Contacts {
 #[derive(Debug)]
 struct Client {
     inner: HttpClient,
+    /// The same client without a time limit for a whole request.
+    uploads: HttpClient,
+    request_timeout: Option<Duration>,
     contacts: Arc<Contacts>,
 }
 
@@ -150,27 +231,63 @@ impl HttpService for Client {
         let is_metadata = METADATA_HEADERS.iter().any(|header| request.headers().contains_key(*header));
         let has_fallback = self.contacts.imdsv1_fallback && request.method().as_str() == "PUT";
         let endpoint = format!("{}://{server}", request.uri().scheme_str().unwrap_or("https"));
+        // Without the query, which may hold a secret.
+        let name = format!("{} {}", request.method(), request.uri().path());
         let response = match self.contacts.has_answered(&server) {
-            false => self.first_call(request, &server, is_metadata).await?,
-            true => self.inner.execute(request).await.inspect_err(|e| self.contacts.note_failure(&server, e))?,
+            false => self.first_call(request, &server, is_metadata).await,
+            true => self.send(request).await.inspect_err(|e| self.contacts.note_failure(&server, e)),
         };
+        if !is_metadata {
+            self.contacts.note_outcome(&server, &name, &response);
+        }
+        let response = response?;
         self.contacts.note_answer(&server);
         let status = response.status().as_u16();
         if is_metadata && (REFUSALS.contains(&status) || (status == 403 && !has_fallback)) {
             return Err(self.no_credentials(&format!("answered {}", response.status())));
         }
-        if status == 404 && !is_metadata { self.not_found(response, &endpoint).await } else { Ok(response) }
+        match status {
+            404 if !is_metadata => self.not_found(response, &endpoint).await,
+            400 | 401 | 403 | 405 | NOT_IMPLEMENTED if !is_metadata => self.refused(response, &endpoint, &name).await,
+            _ => Ok(response),
+        }
     }
 }
 
 impl Client {
+    /// Sends a request. An upload has as much time as the bytes in flight need.
+    async fn send(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let bytes = request.body().content_length() as u64;
+        let (Some(base), true) = (self.request_timeout, bytes >= MIN_PACED_BYTES) else { return self.inner.execute(request).await };
+        let began = Instant::now();
+        let mut upload = PacedUpload::begin(&self.contacts.uploads, bytes);
+        let mut sent = std::pin::pin!(self.uploads.execute(request));
+        loop {
+            let limit = upload.limit(base);
+            match timeout_at(began + limit, &mut sent).await {
+                Ok(outcome) => {
+                    if outcome.is_ok() {
+                        upload.done(began.elapsed());
+                    }
+                    return outcome;
+                }
+                // More uploads may have begun, or ended slowly, in the meantime.
+                Err(_) if upload.limit(base) > limit => {}
+                Err(late) => {
+                    upload.timed_out(began.elapsed());
+                    return Err(HttpError::new(HttpErrorKind::Timeout, late));
+                }
+            }
+        }
+    }
+
     async fn first_call(&self, request: HttpRequest, server: &str, is_metadata: bool) -> Result<HttpResponse, HttpError> {
         let (began, budget) = (Instant::now(), self.contacts.budget(is_metadata));
         let is_repeatable = request.method().is_safe() || is_metadata;
         let (mut attempts, mut pause) = (0, FIRST_PAUSE);
         loop {
             attempts += 1;
-            let sent = self.inner.execute(request.clone());
+            let sent = self.send(request.clone());
             // A metadata answer is short, so waiting for it has the same time limit as connecting.
             let outcome = match is_metadata {
                 true => timeout(budget.saturating_sub(began.elapsed()).max(FIRST_PAUSE), sent)
@@ -219,12 +336,122 @@ impl Client {
         Ok(HttpResponse::from_parts(parts, body.into()))
     }
 
+    /// Returns an answer that refuses a request, with a short text that says what to check.
+    async fn refused(&self, response: HttpResponse, endpoint: &str, request: &str) -> Result<HttpResponse, HttpError> {
+        let (parts, body) = response.into_parts();
+        let body = body.bytes().await.unwrap_or_default();
+        let body = String::from_utf8_lossy(&body);
+        let code = element(&body, "Code").or_else(|| parts.headers.get(AZURE_ERROR_CODE)?.to_str().ok()).unwrap_or_default();
+        let message = element(&body, "Message").unwrap_or(if code.is_empty() { &body } else { "" });
+        let words: Vec<String> = [code, message].into_iter().filter(|text| !text.trim().is_empty()).map(shortened).collect();
+        let said = words.join(": ");
+        let status = parts.status.as_u16();
+        if status == NOT_IMPLEMENTED {
+            let said = if said.is_empty() { said } else { format!(" ({said})") };
+            let sentence = format!("{endpoint} does not have this operation: it answered {} to {request}{said}", parts.status);
+            return Err(give_up(sentence));
+        }
+        let advice = self.contacts.cloud.advice(status, code);
+        let text = [said.as_str(), advice].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(". ");
+        Ok(HttpResponse::from_parts(parts, bytes::Bytes::from(text).into()))
+    }
+
     fn no_credentials(&self, metadata: &str) -> HttpError {
         give_up(format!("{}{metadata}", self.contacts.cloud.missing_credentials()))
     }
 }
 
+/// An upload that is under way. Dropping it ends its part of the bytes in flight.
+struct PacedUpload<'a> {
+    pace: &'a Mutex<UploadPace>,
+    bytes: u64,
+    sent_before: u64,
+    /// Most bytes that were in flight at once, as far as it was looked at.
+    most_in_flight: u64,
+}
+
+impl<'a> PacedUpload<'a> {
+    fn begin(pace: &'a Mutex<UploadPace>, bytes: u64) -> Self {
+        let sent_before = lock(pace).begin(bytes);
+        Self { pace, bytes, sent_before, most_in_flight: 0 }
+    }
+
+    fn limit(&mut self, base: Duration) -> Duration {
+        let pace = lock(self.pace);
+        self.most_in_flight = self.most_in_flight.max(pace.bytes_in_flight());
+        pace.limit(base, self.most_in_flight)
+    }
+
+    fn done(&self, time: Duration) {
+        lock(self.pace).done(self.bytes, self.sent_before, time);
+    }
+
+    fn timed_out(&self, time: Duration) {
+        lock(self.pace).timed_out(self.most_in_flight, time);
+    }
+}
+
+impl Drop for PacedUpload<'_> {
+    fn drop(&mut self) {
+        lock(self.pace).end(self.bytes);
+    }
+}
+
+fn lock(pace: &Mutex<UploadPace>) -> MutexGuard<'_, UploadPace> {
+    pace.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Text of the first element of this name in an answer.
+fn element<'a>(xml: &'a str, name: &str) -> Option<&'a str> {
+    let (_, rest) = xml.split_once(&format!("<{name}>"))?;
+    rest.split_once(&format!("</{name}>")).map(|(text, _)| text)
+}
+
+/// The first line of a text, without markup that would fill the screen.
+fn shortened(text: &str) -> String {
+    let line = text.trim().lines().next().unwrap_or_default().trim_end_matches('.');
+    line.chars().take(MAX_SAID).collect()
+}
+
+/// Whether `object_store` repeats a request after this status.
+fn is_repeated(status: u16) -> bool {
+    status == 429 || status == 408 || (status >= 500 && status != NOT_IMPLEMENTED)
+}
+
 impl Cloud {
+    /// Says what to check after a refusal; empty if the answer says it all.
+    #[allow(unreachable_patterns, unused_variables, reason = "depends on the features that are built in")]
+    fn advice(self, status: u16, code: &str) -> &'static str {
+        let is_denied = matches!(status, 401 | 403);
+        match self {
+            #[cfg(feature = "aws")]
+            Self::Aws => match code {
+                "InvalidAccessKeyId" | "SignatureDoesNotMatch" => "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired" => {
+                    "Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN: credentials with a session token end after some hours"
+                }
+                "RequestTimeTooSkewed" => "Set the clock of this machine",
+                "AuthorizationHeaderMalformed" | "PermanentRedirect" | "IllegalLocationConstraintException" => "Check AWS_REGION",
+                _ if is_denied => {
+                    "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and what this key may do in the bucket: s3:ListBucket, \
+                     s3:GetObject, s3:PutObject and s3:DeleteObject"
+                }
+                _ => "",
+            },
+            #[cfg(feature = "gcp")]
+            Self::Gcp if is_denied => {
+                "Check GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT, and what the account may do in the bucket"
+            }
+            #[cfg(feature = "gcp")]
+            Self::Gcp => "The server needs the XML interface of Google Cloud Storage, which most emulators do not have",
+            #[cfg(feature = "azure")]
+            Self::Azure if is_denied => {
+                "Check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY, and what they may do in the container"
+            }
+            _ => "",
+        }
+    }
+
     fn bucket_word(self) -> &'static str {
         match self {
             #[cfg(feature = "azure")]
@@ -306,6 +533,23 @@ fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
     current
 }
 
+/// Status of a server that does not have an operation.
+const NOT_IMPLEMENTED: u16 = 501;
+
+/// Time for which a failing request is repeated without a word, and the time from one warning to the next.
+const QUIET: Duration = Duration::from_secs(5);
+const WARNING_INTERVAL: Duration = Duration::from_secs(10);
+/// A request that has not failed for this long was given up.
+const FORGOTTEN: Duration = Duration::from_secs(60);
+/// Limit on the number of failing requests that are remembered.
+const MAX_REPEATED: usize = 1000;
+
+/// Uploads below this size have the time limit of other requests.
+const MIN_PACED_BYTES: u64 = 256 << 10;
+
+/// Limit on the characters of a server's message in an error.
+const MAX_SAID: usize = 200;
+
 /// Message of `reqwest` for a URL with `http://` if only `https://` is allowed.
 const SCHEME_REFUSED: &str = "scheme is not allowed";
 
@@ -340,3 +584,35 @@ const AZURE_CREDENTIALS: &str = "no credentials for Azure: set AZURE_STORAGE_ACC
     AZURE_USE_AZURE_CLI=true after `az login`, or AZURE_SKIP_SIGNATURE=true for a public container; also looked for \
     AZURE_STORAGE_TOKEN, and AZURE_CLIENT_ID and AZURE_TENANT_ID with AZURE_CLIENT_SECRET or AZURE_FEDERATED_TOKEN_FILE, and the \
     metadata service of the instance ";
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::{advance, pause};
+
+    use super::{Repeated, element, shortened};
+
+    #[tokio::test]
+    async fn a_request_that_fails_for_long_is_reported_now_and_then() {
+        pause();
+        let mut repeated = Repeated::default();
+        let mut fail_after = async |seconds: u64| {
+            advance(Duration::from_secs(seconds)).await;
+            repeated.note_failure("PUT /bucket/log").map(|failing| failing.as_secs())
+        };
+        assert_eq!([fail_after(0).await, fail_after(4).await, fail_after(2).await], [None, None, Some(6)]);
+        assert_eq!([fail_after(5).await, fail_after(5).await], [None, Some(16)]);
+        // Another request of the same name, much later.
+        assert_eq!([fail_after(61).await, fail_after(6).await], [None, Some(6)]);
+        repeated.note_success("PUT /bucket/log");
+        assert!(repeated.failures.is_empty());
+    }
+
+    #[test]
+    fn an_answer_is_shortened() {
+        let xml = "<?xml version=\"1.0\"?>\n<Error><Code>AccessDenied</Code><Message>Access Denied.\nMore</Message></Error>";
+        assert_eq!((element(xml, "Code"), element(xml, "Message").map(shortened)), (Some("AccessDenied"), Some("Access Denied".into())));
+        assert_eq!((element("<Code>", "Code"), shortened(&"x".repeat(1000)).len()), (None, 200));
+    }
+}

@@ -19,6 +19,8 @@ mod probe;
 #[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
 mod settings;
 mod upload;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod upload_pace;
 mod work;
 
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::is_thorough;
-use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::maintain::{self, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::wire::Event;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -25,6 +25,8 @@ enum Way {
     Status409,
     /// No answer; the connection stays open until the client gives up.
     Hang,
+    /// A server that cannot delete many objects with one request answers 501 to it.
+    NoBulkDelete,
 }
 
 const WAYS: [Way; 7] = [Way::Fin, Way::FinAfter, Way::Reset, Way::ResetAfter, Way::Status500, Way::Status409, Way::Hang];
@@ -34,6 +36,8 @@ struct Proxy {
     address: String,
     seen: AtomicU64,
     at: AtomicU64,
+    /// Number of requests to delete many objects that were refused.
+    refused: AtomicU64,
     way: std::sync::Mutex<Way>,
 }
 
@@ -41,7 +45,8 @@ impl Proxy {
     async fn start(upstream: String) -> Arc<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let proxy = Arc::new(Self { address, seen: AtomicU64::new(0), at: AtomicU64::new(u64::MAX), way: std::sync::Mutex::new(Way::Fin) });
+        let (seen, at, refused) = (AtomicU64::new(0), AtomicU64::new(u64::MAX), AtomicU64::new(0));
+        let proxy = Arc::new(Self { address, seen, at, refused, way: std::sync::Mutex::new(Way::Fin) });
         let shared = proxy.clone();
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
@@ -73,6 +78,10 @@ impl Proxy {
                 body.len()
             )
         };
+        if way == Way::NoBulkDelete && request.starts_with(b"POST") && request.windows(7).take(1000).any(|window| window == b"?delete") {
+            self.refused.fetch_add(1, Ordering::SeqCst);
+            return client.write_all(respond("501 Not Implemented", "NotImplemented").as_bytes()).await;
+        }
         match (broken, way) {
             (true, Way::Fin) => return Ok(()),
             (true, Way::Reset) => return reset(&client),
@@ -213,16 +222,42 @@ async fn break_requests(way: Way, bucket: &str, upstream: &str) -> Outcome {
     outcome
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_broken_connection_is_no_conflict_and_no_loss() {
+/// Bucket and address of the S3 server.
+fn server() -> Option<(String, String)> {
     let found = std::env::var("TENSORCASK_TEST_STORE").ok().filter(|bucket| bucket.starts_with("s3://"));
     let (Some(bucket), Ok(endpoint)) = (found, std::env::var("AWS_ENDPOINT")) else {
         eprintln!("NOT RUN: the fault proxy needs an S3 server; use `bash tests/servers/run`");
-        return;
+        return None;
     };
-    let upstream = endpoint.trim_start_matches("http://");
+    Some((bucket, endpoint.trim_start_matches("http://").to_owned()))
+}
+
+/// Some servers answer *Not Implemented* to the request that deletes many objects at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_needs_the_request_that_deletes_many_objects() {
+    let Some((bucket, upstream)) = server() else { return };
+    let proxy = Proxy::start(upstream).await;
+    proxy.aim(Way::NoBulkDelete, u64::MAX);
+    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone())]);
+    let url = format!("{bucket}/proxy/{}", tensorcask::wire::Id::random().unwrap());
+    let store = StoreOptions { config, ..StoreOptions::default() }.open(&url).unwrap();
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    for step in [1, 2] {
+        save(&mut writer, step).await.unwrap();
+    }
+    store.forget(&[1]).await.unwrap();
+    let collect = GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() };
+    maintain::gc(&store, &collect).await.unwrap();
+    assert!(maintain::doctor(&store, &DoctorOptions::default()).await.unwrap().is_healthy());
+    assert_eq!(store.snapshot(2).await.unwrap().read("w", &Slice::all()).await.unwrap().data, state(2));
+    assert_eq!(proxy.refused.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_connection_is_no_conflict_and_no_loss() {
+    let Some((bucket, upstream)) = server() else { return };
     // All ways at once: the waits before retries, and those of requests that hang, overlap.
-    let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, upstream))).await;
+    let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, &upstream))).await;
     for (way, Outcome { broken, told }) in WAYS.iter().zip(outcomes) {
         assert!(broken > 6, "{way:?}: only {broken} requests were broken");
         eprintln!("{way:?}: {broken} requests broken, {told} of them told");
