@@ -58,7 +58,8 @@ def table(keys, rows, types=TYPES):
     for key in sorted({key for user in users for key in user}):
         values = [user[key] for user in users if key in user]
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
-            columns[f"user.{key}"] = pa.array([user.get(key) for user in users], pa.float64())
+            integers = all(isinstance(value, int) for value in values)
+            columns[f"user.{key}"] = pa.array([user.get(key) for user in users], pa.int64() if integers else pa.float64())
         else:
             texts = all(isinstance(value, str) for value in values)
             shown = [user.get(key) if texts or key not in user else json.dumps(user[key]) for user in users]

@@ -132,7 +132,7 @@ pub use reader::{
 pub use store::{AheadUploads, Bandwidth, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
-pub use wire::{ChunkStatistics, is_writers_blob};
+pub use wire::{ChunkStatistics, fact_of, is_writers_blob};
 pub use writer::{
     BaseKeeping, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
     SavedSnapshot, UnchangedTensor, Writer, WriterOptions,

@@ -25,9 +25,13 @@ pub(crate) fn part(text: &str) -> Result<(u64, u64), String> {
     numbers.filter(|(part, of)| part < of).ok_or_else(|| "write i/n with i from 0 to n-1, such as 0/4".to_owned())
 }
 
-/// Parses `KEY=VALUE`. The value is a number, true or false if it reads as one, otherwise text.
+/// Parses `KEY=VALUE`. The value is a number, true or false if it reads as one, otherwise text. `nan` and `inf` are numbers.
 pub(crate) fn user(text: &str) -> Result<(String, Value), String> {
     let (key, value) = pair(text)?;
+    let is_word = !value.contains(|c: char| c.is_ascii_digit());
+    if let Some(number) = value.parse().ok().filter(|_| is_word) {
+        return Ok((key.to_owned(), tensorcask::fact_of(number)));
+    }
     let parsed = serde_json::from_str(value).ok().filter(|parsed| match parsed {
         Value::Bool(_) => true,
         // An integer beyond 64 bits would lose digits as a float.
@@ -164,6 +168,10 @@ mod tests {
         let value = |text: &str| user(text).map(|(_, value)| value.to_string());
         assert_eq!(value("loss=2.5"), Ok("2.5".into()));
         assert_eq!(value("done=true"), Ok("true".into()));
+        assert_eq!(
+            ["loss=NaN", "loss=-Infinity", "loss=inf", "loss=1e400"].map(|text| value(text).unwrap()),
+            ["\"nan\"", "\"-inf\"", "\"inf\"", "\"1e400\""]
+        );
         assert_eq!(value("hash=123456789012345678901234"), Ok("\"123456789012345678901234\"".into()));
         assert_eq!(value("none=null"), Ok("\"null\"".into()));
         assert_eq!(value("a=b=c"), Ok("\"b=c\"".into()));

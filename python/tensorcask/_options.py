@@ -43,6 +43,8 @@ _DISK = "disk:"
 _MAX_STEP = 2**64 - 1
 _ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "optimizer", "step"}
 _STEP = "step"
+# The least and the greatest integer of a fact.
+_FACTS = (-(2**63), 2**64 - 1)
 # Values of JSON that hold no others.
 _JSON = (str, int, float, bool, type(None))
 
@@ -331,6 +333,9 @@ def user_json(user: Mapping[str, Any] | None) -> str:
                 pass
             if not isinstance(value, _JSON):
                 raise InvalidTypeError(f"{path}: {found!r}; use numbers, text, None, and lists and mappings of these")
-        return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        if isinstance(value, int) and not _FACTS[0] <= value <= _FACTS[1]:
+            raise InvalidValueError(f"{path}: an integer of {value.bit_length()} bits; use -2^63 to 2^64 - 1, a float or a text")
+        # Numbers of numpy are floats, too, and print themselves in their own way.
+        return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(user or {}, "user"), allow_nan=False)

@@ -6,7 +6,6 @@ database cannot open files, so a query cannot change the store, or anything else
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,12 +75,12 @@ def _tables_in(database: duckdb.DuckDBPyConnection, query: str) -> set[str]:
 def _snapshots(arrow: Any, store: _native.Store, _: Sequence[int] | None) -> pyarrow.Table:
     """Returns the catalog, with the facts of users as one column of structs."""
     table = arrow.table(store.catalog())
-    rows = [json.loads(text) for text in table["user"].to_pylist()]
     facts: dict[str, Any] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for column in table.column_names:
+        name = column.removeprefix("user.")
         # Facts of the library are in the JSON only, and so are names that SQL cannot tell apart.
-        if name and not name.startswith("tc.") and name.lower() not in {other.lower() for other in facts}:
-            facts[name] = arrow.array(*_typed([row.get(name) for row in rows], arrow))
+        if name != column and name and not name.startswith("tc.") and name.lower() not in {other.lower() for other in facts}:
+            facts[name] = table[column].combine_chunks()
     user = arrow.StructArray.from_arrays(list(facts.values()), list(facts)) if facts else arrow.nulls(len(table))
     columns = [name for name in table.column_names if name != "user" and not name.startswith("user.")]
     found = table.select(columns).append_column("user", user).append_column("user_json", table["user"])
@@ -101,19 +100,7 @@ def _times_of_saves(table: Any) -> dict[str, list[float | None]]:
     return {name: [None if times is None else times[at] for times in rows] for at, name in enumerate(_TIMES)}
 
 
-def _typed(values: list[Any], arrow: Any) -> tuple[list[Any], Any]:
-    """Returns the values of a fact with one type: numbers, booleans or text. JSON has no NaN, so it is stored as text."""
-    present = [value for value in values if value is not None]
-    if all(isinstance(value, bool) for value in present):
-        return values, arrow.bool_()
-    is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in present]
-    if any(is_number) and all(number or value in _NOT_FINITE for number, value in zip(is_number, present, strict=True)):
-        return [None if value is None else float(value) for value in values], arrow.float64()
-    return [value if value is None or isinstance(value, str) else json.dumps(value) for value in values], arrow.string()
-
-
 _TIMES = ("stall_ms", "encode_ms", "upload_ms", "save_ms")
-_NOT_FINITE = ("nan", "inf", "-inf")
 _Load = Callable[[Any, _native.Store, Sequence[int] | None], "pyarrow.Table"]
 _TABLES: dict[str, tuple[_Load, str]] = {
     "snapshots": (_snapshots, _SNAPSHOTS),

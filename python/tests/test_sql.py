@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import duckdb
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 import tensorcask
+import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +196,50 @@ def test_types_of_facts(memory):
         store.save({"w": np.ones(2, np.float32)}, step=step, user=facts)
     assert store.sql("select step from snapshots where isnan(user.loss) or isinf(user.loss)").fetchall() == [(1,), (2,)]
     assert store.sql("select user.ok, user.mixed, user.note from snapshots").fetchall() == [(True, "1", "nan"), (None, "true", None), (None, None, "b")]
+
+
+def test_facts_keep_their_types_in_the_catalog(memory):
+    store = tensorcask.Store(memory)
+    big = 2**64 - 1
+    facts = [
+        {"loss": np.float64("nan"), "big": np.uint64(big), "small": np.int64(-(2**63)), "f4": np.float32("inf"), "ok": np.bool_(True), "none": None},
+        {"loss": 10.5, "big": big - 1, "small": 1, "f4": -float("inf"), "ok": False, "note": np.str_("x")},
+        {"loss": torch.tensor(9.0), "big": 0, "small": 2, "f4": np.float16(0.5), "none": None},
+    ]
+    for step, user in enumerate(facts):
+        store.save({"w": np.ones(2, np.float32)}, step=step, user=user)
+    table = pyarrow.table(store.catalog())
+    types = {name: str(table[f"user.{name}"].type) for name in ("loss", "big", "small", "f4", "ok", "note", "none")}
+    assert types == {"loss": "double", "big": "uint64", "small": "int64", "f4": "double", "ok": "bool", "note": "string", "none": "double"}
+    assert table["user.big"].to_pylist() == [big, big - 1, 0] and table["user.small"].to_pylist() == [-(2**63), 1, 2]
+    assert math.isnan(table["user.loss"][0].as_py()) and table["user.f4"].to_pylist() == [math.inf, -math.inf, 0.5]
+    assert store.sql("select max(user.loss) filter (not isnan(user.loss)), max(user.big) from snapshots").fetchall() == [(10.5, big)]
+    assert store.sql("select step from snapshots where user.loss > 10 and not isnan(user.loss)").fetchall() == [(1,)]
+
+
+def test_facts_that_have_no_type_are_refused_by_name(memory):
+    store = tensorcask.Store(memory)
+    for user, name in [({"a": {"b": 10**400}}, r"user\['a'\]\['b'\]"), ({"n": 2**64}, r"user\['n'\]"), ({"n": [-(2**63) - 1]}, r"user\['n'\]\[0\]")]:
+        with pytest.raises(ValueError, match=name):
+            store.save({"w": np.ones(2, np.float32)}, step=1, user=user)
+
+
+def test_others_read_a_catalog_with_nan(tmp_path):
+    store = tensorcask.Store(tmp_path / "run")
+    for step in range(1, 33):
+        for run in (0, 1):
+            store.save({"w": np.full(2, step, np.float32)}, step=2 * step + run, user={"loss": float("nan") if step % 4 == 0 else float(step)})
+    [file] = (tmp_path / "run" / "catalog").glob("*.parquet")
+    rows = pyarrow.parquet.read_table(file)["user.loss"].to_pylist()
+    count = sum(math.isnan(row) for row in rows)
+    assert 0 < count < len(rows)
+    # DuckDB believes the extremes of a file, which leave NaN out.
+    query = f"""select count(*) from '{file}' where isnan("user.loss")"""
+    assert duckdb.sql(query).fetchall() == [(count,)]
+    metadata = pyarrow.parquet.ParquetFile(file).metadata
+    columns = [metadata.row_group(0).column(at) for at in range(metadata.num_columns)]
+    # fastparquet cannot read an empty dictionary.
+    assert {column.path_in_schema for column in columns if not column.has_dictionary_page} >= {"roles"}
 
 
 def test_hostile_names(url):

@@ -10,15 +10,17 @@ use arrow_schema::{DataType, Field, Schema};
 use bytes::Bytes;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::arrow::{ArrowWriter, ProjectionMask};
-use parquet::file::metadata::KeyValue;
-use parquet::file::properties::WriterProperties;
+use parquet::file::metadata::{KeyValue, ParquetMetaData};
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use parquet::schema::types::ColumnPath;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::state::LastWriter;
 use super::{LeaderState, Leadership, LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
-use crate::wire::parquet_pages::check_pages;
+use crate::wire::facts::{fact_column, may_hold_nan};
+use crate::wire::parquet_pages::{TextBudget, check_pages};
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -189,7 +191,7 @@ fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
         }
     }
     for (key, values) in user {
-        columns.push((format!("{USER_PREFIX}{key}"), user_column(&values), true));
+        columns.push((format!("{USER_PREFIX}{key}"), fact_column(&values), true));
     }
 
     let fields: Vec<Field> = columns.iter().map(|(name, array, nullable)| Field::new(name, array.data_type().clone(), *nullable)).collect();
@@ -199,6 +201,16 @@ fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
 
 fn encode(state: &LogState) -> Result<Bytes> {
     let batch = table(&state.snapshots().iter().collect::<Vec<_>>())?;
+    let bytes = write(state, &batch)?;
+    let mut budget = TextBudget::of(bytes.len());
+    let texts = ["user", "roles"].into_iter().filter_map(|name| batch.column_by_name(name));
+    let fits = texts.flat_map(|column| column.as_string::<i32>().iter().flatten()).try_for_each(|text| budget.take(text));
+    fits.map_err(|message| Error::limit(format!("the catalog: {message}; save less user metadata with each step")).clause("log 6.3"))?;
+    Ok(bytes)
+}
+
+/// Writes rows as Parquet, with the facts of the state that are no rows.
+fn write(state: &LogState, batch: &RecordBatch) -> Result<Bytes> {
     let note = StateNote {
         writer: state.last_writer.map(|last| last.writer),
         writer_sequence: state.last_writer.map(|last| last.sequence),
@@ -214,44 +226,38 @@ fn encode(state: &LogState) -> Result<Bytes> {
         let json = serde_json::to_string(leading).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         pairs.push((LEADERSHIP_KEY, json));
     }
-    let properties = WriterProperties::builder()
-        .set_key_value_metadata(Some(pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect()))
-        .build();
+    let pairs = pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect();
+    let mut properties = WriterProperties::builder().set_key_value_metadata(Some(pairs));
+    for (field, column) in batch.schema().fields().iter().zip(batch.columns()) {
+        let path = ColumnPath::new(vec![field.name().clone()]);
+        if column.null_count() == column.len() {
+            // fastparquet cannot read an empty dictionary.
+            properties = properties.set_column_dictionary_enabled(path.clone(), false);
+        }
+        if may_hold_nan(column) {
+            // Extremes leave NaN out, so DuckDB skips rows with NaN if a file has extremes.
+            properties = properties.set_column_statistics_enabled(path, EnabledStatistics::None);
+        }
+    }
+    let properties = properties.build();
     let mut bytes = Vec::new();
-    let write = || -> Result<(), parquet::errors::ParquetError> {
+    let written = || -> Result<(), parquet::errors::ParquetError> {
         let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(properties))?;
-        writer.write(&batch)?;
+        writer.write(batch)?;
         writer.close()?;
         Ok(())
     };
-    write().map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("the catalog cannot be written: {e}")))?;
+    written().map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("the catalog cannot be written: {e}")))?;
     Ok(bytes.into())
-}
-
-/// Builds a column of numbers or booleans if all values are of that type, otherwise a column of text.
-fn user_column(values: &[Option<Value>]) -> ArrayRef {
-    let present = || values.iter().flatten();
-    if present().all(Value::is_number) {
-        return Arc::new(Float64Array::from_iter(values.iter().map(|v| v.as_ref().and_then(Value::as_f64))));
-    }
-    if present().all(Value::is_boolean) {
-        return Arc::new(BooleanArray::from_iter(values.iter().map(|v| v.as_ref().and_then(Value::as_bool))));
-    }
-    let plain = present().all(Value::is_string);
-    Arc::new(StringArray::from_iter(values.iter().map(|v| {
-        let value = v.as_ref()?;
-        Some(match (plain, value.as_str()) {
-            (true, Some(text)) => text.to_owned(),
-            _ => value.to_string(),
-        })
-    })))
 }
 
 fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     let bad = |message: String| Error::corrupt(message).clause("log 6.3");
     let parquet = |e: parquet::errors::ParquetError| bad(format!("not a valid Parquet table: {e}"));
     let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(parquet)?;
-    check_pages(&bytes, builder.metadata()).map_err(|message| bad(message.to_owned()))?;
+    let pages = check_pages(&bytes, builder.metadata()).map_err(|message| bad(message.to_owned()))?;
+    check_rows(&bytes, builder.metadata()).map_err(|message| bad(message.to_owned()))?;
+    let mut texts = TextBudget::of(bytes.len());
     let pairs: BTreeMap<String, String> = builder
         .metadata()
         .file_metadata()
@@ -289,10 +295,14 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     let has_inline = schema.column_with_name(INLINE_COLUMN).is_some();
     let names = COLUMNS.iter().copied().chain(has_inline.then_some(INLINE_COLUMN));
     let wanted = ProjectionMask::columns(builder.parquet_schema(), names);
-    for batch in builder.with_projection(wanted).build().map_err(parquet)? {
+    for batch in builder.with_projection(wanted).with_batch_size(pages.batch_rows()).build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
         let rows = Rows { batch: &batch };
         for row in 0..batch.num_rows() {
+            for name in ["user", "roles"] {
+                let text = rows.text_if_present(name, row)?.unwrap_or_default();
+                texts.take(&text).map_err(|message| bad(message.to_owned()))?;
+            }
             let id = |text: String| Id::from_hex(&text).map_err(|e| e.clause("log 6.3"));
             let parent = rows.text_if_present("parent", row)?.map(id).transpose()?;
             let record = SnapshotRecord {
@@ -331,6 +341,19 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
         }
     }
     Ok(state)
+}
+
+/// Refuses a file that claims more rows than it can hold: each row has an id of its own, which takes more than a byte.
+fn check_rows(bytes: &[u8], metadata: &ParquetMetaData) -> Result<(), &'static str> {
+    let rows = metadata.file_metadata().num_rows();
+    if !usize::try_from(rows).is_ok_and(|rows| rows <= bytes.len()) {
+        return Err("it claims more rows than it has bytes");
+    }
+    let mut columns = metadata.row_groups().iter().flat_map(|group| group.columns());
+    match columns.any(|column| column.column_descr().max_rep_level() == 0 && column.num_values() > rows) {
+        true => Err("a column has more values than there are rows"),
+        false => Ok(()),
+    }
 }
 
 /// Typed access to the rows of the table. A missing or mistyped column is an error.
@@ -386,13 +409,17 @@ fn null(name: &str, row: usize) -> Error {
 mod tests {
     use serde_json::{Map, Value};
 
-    use super::super::{SnapshotRecord, SnapshotStatus, Summary};
-    use super::table;
+    use super::super::{LogState, SnapshotRecord, SnapshotStatus, Summary};
+    use super::{decode, encode, table, write};
     use crate::ErrorKind;
     use crate::wire::{Digest, Id};
 
     fn with_user(row: u64, key: String) -> SnapshotRecord {
-        let user = Map::from_iter([(key, Value::from(1))]);
+        with_fact(row, key, 1.into())
+    }
+
+    fn with_fact(row: u64, key: String, value: Value) -> SnapshotRecord {
+        let user = Map::from_iter([(key, value)]);
         SnapshotRecord {
             sequence: row + 1,
             revision: row + 1,
@@ -418,5 +445,28 @@ mod tests {
         };
         assert_eq!(of(|_| "loss".into()).unwrap(), 2_100);
         assert_eq!(of(|row| format!("loss at step {row}")).unwrap_err().kind(), ErrorKind::LimitExceeded);
+    }
+
+    fn state(rows: u64, value: impl Fn(u64) -> Value) -> LogState {
+        let mut state = LogState::default();
+        state.sequence = rows;
+        state.head = Some(Digest::of(&[]));
+        (0..rows).for_each(|row| state.insert(with_fact(row, "note".into(), value(row))).unwrap());
+        state
+    }
+
+    /// Parquet stores a text once, so a small file could hold gigabytes of it.
+    #[test]
+    fn a_text_that_is_repeated_by_number_has_a_bound() {
+        let repeated = state(1000, |_| "x".repeat(50_000).into());
+        let batch = table(&repeated.snapshots().iter().collect::<Vec<_>>()).unwrap();
+        let bytes = write(&repeated, &batch).unwrap();
+        assert!(bytes.len() < 1 << 20, "{}", bytes.len());
+        let error = decode(bytes, 1000).unwrap_err();
+        assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("64 times"), "{error}");
+        assert_eq!(encode(&repeated).unwrap_err().kind(), ErrorKind::LimitExceeded, "what is written can be read");
+        // Long texts make small batches, which change nothing else.
+        let kept = state(200, |row| format!("{row}{}", "x".repeat(20_000)).into());
+        assert_eq!(decode(encode(&kept).unwrap(), 200).unwrap().snapshots(), kept.snapshots());
     }
 }

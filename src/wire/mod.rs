@@ -9,6 +9,7 @@ mod cursor;
 mod directory;
 mod entry;
 mod errors;
+pub(crate) mod facts;
 mod header;
 mod ids;
 pub(crate) mod index;
@@ -29,6 +30,7 @@ mod unique;
 
 pub use directory::{Directory, DirectoryShard, DirectoryTensor};
 pub use entry::{Event, Leader, LogEntry};
+pub use facts::fact_of;
 pub use header::{HEADER_BYTES, Header};
 pub use ids::{Digest, Id};
 pub use inline::InlineSnapshot;

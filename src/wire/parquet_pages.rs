@@ -1,26 +1,81 @@
-//! Checks the page headers of a Parquet file, before the Parquet reader allocates by them.
+//! Bounds the memory that a Parquet file can ask for.
 //!
 //! The reader allocates as many bytes and dictionary entries as a page header says. Anybody may have written the file: a
 //! forged blob of 5 KB can ask for 15 GB. So [`check_pages`] walks the headers first. It refuses sizes that the stored bytes
-//! cannot have, which bounds the memory for the file by a multiple of its length.
+//! cannot have, which bounds the memory for pages by a multiple of the file's length.
+//!
+//! A text is stored once and repeated by number, so 10 KB can also hold millions of rows with a long text each. Two bounds
+//! stop that. A batch has as many rows as keep it small if each text is as long as its page ([`Pages::batch_rows`]), and the
+//! texts of all rows together have a [`TextBudget`].
 //!
 //! A header is a struct in the compact protocol of Thrift, described in the specification of Parquet. The `parquet` crate
 //! keeps its own parser of headers to itself.
 
+use parquet::basic::Type;
 use parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
+
+/// What the pages of a file have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Pages {
+    /// Bytes of the largest page with texts. No text is longer.
+    largest_text_page: u64,
+}
+
+impl Pages {
+    /// Number of rows to decode at once.
+    pub(crate) fn batch_rows(self) -> usize {
+        let rows = MAX_BATCH_TEXT_BYTES / self.largest_text_page.max(1);
+        usize::try_from(rows).unwrap_or(MAX_BATCH_ROWS).clamp(1, MAX_BATCH_ROWS)
+    }
+}
+
+/// Bound on the texts of all rows of a file.
+#[derive(Debug)]
+pub(crate) struct TextBudget {
+    bytes_left: u64,
+}
+
+impl TextBudget {
+    /// Budget of a file of this length: spec statistics 1.3.
+    pub(crate) fn of(file_bytes: usize) -> Self {
+        Self { bytes_left: (file_bytes as u64).saturating_mul(TEXT_RATIO).saturating_add(FREE_TEXT_BYTES) }
+    }
+
+    /// Takes a text of a row.
+    pub(crate) fn take(&mut self, text: &str) -> Result<(), &'static str> {
+        self.bytes_left = self.bytes_left.checked_sub(text.len() as u64).ok_or(TOO_MUCH_TEXT)?;
+        Ok(())
+    }
+}
+
+const TOO_MUCH_TEXT: &str = "the texts of its rows take more than 16 MiB and 64 times the bytes of the file";
+const FREE_TEXT_BYTES: u64 = 16 << 20;
+const TEXT_RATIO: u64 = 64;
+/// Bound on the texts of one column in a batch.
+const MAX_BATCH_TEXT_BYTES: u64 = 16 << 20;
+const MAX_BATCH_ROWS: usize = 1024;
 
 /// Refuses a file if a page claims a size that its stored bytes cannot have, or if the pages of a column have more values
 /// than the column. Returns what is wrong.
-pub(crate) fn check_pages(file: &[u8], metadata: &ParquetMetaData) -> Result<(), &'static str> {
-    metadata.row_groups().iter().flat_map(|group| group.columns()).try_for_each(|column| check_column(file, column))
+pub(crate) fn check_pages(file: &[u8], metadata: &ParquetMetaData) -> Result<Pages, &'static str> {
+    let mut largest_text_page = 0;
+    for column in metadata.row_groups().iter().flat_map(|group| group.columns()) {
+        let largest = check_column(file, column)?;
+        if column.column_type() == Type::BYTE_ARRAY {
+            largest_text_page = largest.max(largest_text_page);
+        }
+    }
+    Ok(Pages { largest_text_page })
 }
 
-fn check_column(file: &[u8], column: &ColumnChunkMetaData) -> Result<(), &'static str> {
+/// Returns the bytes of the largest page.
+fn check_column(file: &[u8], column: &ColumnChunkMetaData) -> Result<u64, &'static str> {
     let start = usize::try_from(column.dictionary_page_offset().unwrap_or_else(|| column.data_page_offset())).ok();
     let length = usize::try_from(column.compressed_size()).ok();
     let range = start.zip(length).and_then(|(start, length)| Some(start..start.checked_add(length)?));
     let mut pages = Input(range.and_then(|range| file.get(range)).ok_or("a column outside of the file")?);
     let mut values_left = column.num_values();
+    let mut largest = 0;
     while !pages.0.is_empty() {
         let page = PageHeader::read(&mut pages)?;
         let stored = usize::try_from(page.stored_bytes).map_err(|_| MALFORMED)?;
@@ -36,8 +91,9 @@ fn check_column(file: &[u8], column: &ColumnChunkMetaData) -> Result<(), &'stati
         if values_left < 0 {
             return Err("the pages of a column claim more values than the column has");
         }
+        largest = largest.max(page.bytes.cast_unsigned());
     }
-    Ok(())
+    Ok(largest)
 }
 
 /// Bound on bytes over compressed bytes. Snappy makes at most 64 bytes from an element of 3 bytes.
@@ -206,9 +262,9 @@ mod tests {
     use parquet::arrow::ArrowWriter;
     use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
-    use super::{Input, MALFORMED, PageHeader, check_pages};
+    use super::{Input, MALFORMED, PageHeader, Pages, TOO_MUCH_TEXT, TextBudget, check_pages};
 
-    fn check(file: Vec<u8>) -> Result<(), &'static str> {
+    fn check(file: Vec<u8>) -> Result<Pages, &'static str> {
         let file = Bytes::from(file);
         let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone()).unwrap();
         check_pages(&file, builder.metadata())
@@ -253,6 +309,22 @@ mod tests {
         assert!(forged(values, &[0x7e]).contains("more values than the column"));
         let mut header = Input(&[0x25, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x15, 16, 0]);
         assert_eq!(PageHeader::read(&mut header), Ok(PageHeader { bytes: i64::from(i32::MAX), stored_bytes: 8, ..PageHeader::default() }));
+    }
+
+    #[test]
+    fn long_texts_make_small_batches() {
+        let rows = |largest_text_page| Pages { largest_text_page }.batch_rows();
+        assert_eq!([rows(0), rows(16 << 10), rows(1 << 20), rows(1 << 30)], [1024, 1024, 16, 1]);
+        let (file, ..) = file();
+        assert_eq!(check(file).unwrap().batch_rows(), 1024, "numbers do not count");
+    }
+
+    #[test]
+    fn texts_have_a_budget() {
+        let mut budget = TextBudget::of(1000);
+        let text = "x".repeat(1 << 20);
+        (0..16).for_each(|_| budget.take(&text).unwrap());
+        assert_eq!((budget.take(&text[..64_000]), budget.take("x")), (Ok(()), Err(TOO_MUCH_TEXT)));
     }
 
     #[test]

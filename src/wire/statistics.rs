@@ -15,7 +15,7 @@ use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 
-use super::parquet_pages::check_pages;
+use super::parquet_pages::{TextBudget, check_pages};
 use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, is_measured, numbers_per_element};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::{Dtype, Error, ErrorKind, Limits, Result};
@@ -75,7 +75,11 @@ impl ChunkStatistics {
     /// Encodes rows, in order, as a blob.
     pub(crate) fn encode(rows: &[Self]) -> Result<Vec<u8>> {
         let rows: Vec<&Self> = rows.iter().collect();
-        parquet(&columns(&rows).map_err(no_table)?, EnabledStatistics::None)
+        let bytes = parquet(&columns(&rows).map_err(no_table)?, EnabledStatistics::None)?;
+        let mut texts = TextBudget::of(bytes.len());
+        let fits = rows.iter().flat_map(|row| [&row.tensor, &row.role]).try_for_each(|text| texts.take(text));
+        fits.map_err(|message| Error::limit(format!("the statistics of this snapshot: {message}")).clause("statistics 1.3"))?;
+        Ok(bytes)
     }
 
     /// Reads the rows of a blob.
@@ -242,9 +246,10 @@ fn decode(bytes: Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
     if columns().any(|column| u64::try_from(column.num_values()).is_ok_and(|values| values > max_values)) {
         return Err(bad("a column has more values than its rows can hold"));
     }
-    check_pages(&bytes, file).map_err(|message| bad(message).clause("statistics 1.2"))?;
+    let pages = check_pages(&bytes, file).map_err(|message| bad(message).clause("statistics 1.2"))?;
+    let mut texts = TextBudget::of(bytes.len());
     let mut rows: Vec<ChunkStatistics> = Vec::new();
-    for batch in builder.build().map_err(parquet)? {
+    for batch in builder.with_batch_size(pages.batch_rows()).build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
         let table = Table::new(&batch)?;
         for row in 0..batch.num_rows() {
@@ -256,6 +261,9 @@ fn decode(bytes: Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
                 return Err(bad("more rows than the table says"));
             }
             Limits::check(found.tensor.len() as u64, limits.max_name_bytes, "length of a tensor's name")?;
+            for text in [&found.tensor, &found.role] {
+                texts.take(text).map_err(|message| bad(message).clause("statistics 1.3"))?;
+            }
             rows.push(found);
         }
     }

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from hashlib import sha256
-from math import isclose
+from math import inf, isclose, nan
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ TYPES = {
     "sequence": U64, "revision": U64, "step": U64, "snapshot": TEXT, "kind": TEXT, "parent": TEXT, "manifest": TEXT, "status": TEXT, "pinned": BOOL, "roles": TEXT,
     "tensor_bytes": U64, "stored_bytes": U64, "ratio": F64, "time_ms": U64, "user": TEXT,
 }
+# Numbers that JSON does not have, by their texts.
+NOT_FINITE = {"nan": nan, "inf": inf, "-inf": -inf}
+# Bound on the texts of all rows: so many bytes, and so many for each byte of the file.
+FREE_TEXT, TEXT_RATIO = 16 << 20, 64
 
 
 def find_catalogs(root: Path) -> dict[int, list[Path]]:
@@ -48,6 +52,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
         LIMITS.check("max_catalog_bytes", sum(group.total_byte_size for group in groups))
         if {group.column(i).compression for group in groups for i in range(group.num_columns)} - {"UNCOMPRESSED", "SNAPPY"}:
             return None
+        if file.metadata.num_rows > len(data):
+            return None
         # One thread: those of pyarrow may outlive the interpreter, which then aborts.
         table = file.read(use_threads=False)
         pairs = file.metadata.metadata or {}
@@ -66,6 +72,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
     if any(table[name].null_count for name in TYPES if name not in ("parent", "roles")):
         return None
     rows = table.to_pylist()
+    if sum(len((row[name] or "").encode()) for row in rows for name in ("user", "roles")) > FREE_TEXT + TEXT_RATIO * len(data):
+        return None
     for row in rows:
         if (row["kind"] == "delta") != (row["parent"] is not None) or not isclose(row["ratio"], row["stored_bytes"] / max(row["tensor_bytes"], 1)):
             return None
@@ -90,15 +98,29 @@ def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
 def check_user_columns(rows: list[dict[str, Any]], users: list[dict[str, Any]]) -> None:
     """log 6.5"""
     for key in {key for user in users for key in user}:
-        values = [user[key] for user in users if key in user]
-        if all(isinstance(value, bool) for value in values) or all(type(value) in (int, float) for value in values):
-            wanted = [user.get(key) for user in users]
-        else:
-            texts = all(isinstance(value, str) for value in values)
-            wanted = [user.get(key) if texts or key not in user else json.dumps(user[key]) for user in users]
-        found = [row.get(f"user.{key}") for row in rows]
-        if found != wanted and [f and json.loads(f) for f in found] != [w and json.loads(w) for w in wanted]:
-            raise corrupt("log 6.5", f"column user.{key} of a catalog")
+        values = [value for user in users if (value := user.get(key)) is not None]
+        numbers = all(is_number(value) for value in values)
+        as_it_is = all(isinstance(value, bool) for value in values) or all(isinstance(value, str) for value in values)
+        for row, user in zip(rows, users):
+            found, value = row.get(f"user.{key}"), user.get(key)
+            if value is None:
+                fits = found is None
+            elif numbers:
+                fits = is_same(found, NOT_FINITE.get(value, value))
+            elif as_it_is:
+                fits = is_same(found, value)
+            else:
+                fits = isinstance(found, str) and json.loads(found) == value
+            if not fits:
+                raise corrupt("log 6.5", f"column user.{key} of a catalog")
+
+
+def is_number(value: Any) -> bool:
+    return value in NOT_FINITE if isinstance(value, str) else type(value) in (int, float)
+
+
+def is_same(found: Any, wanted: Any) -> bool:
+    return isinstance(found, bool) == isinstance(wanted, bool) and (found == wanted or (found != found and wanted != wanted))
 
 
 def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None:
