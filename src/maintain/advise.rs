@@ -183,7 +183,9 @@ pub fn measure(snapshots: &[SnapshotInfo], given: TimeOverrides) -> Result<RunTi
     let both = median_of(|times| Some(times.encode_ms? + times.upload_ms?), "encoding and upload of a save, without its commit");
     let whole = median_of(|times| times.save_ms, "time from the call of a save to its commit").or(both);
     let stall = given_time(given.stall).or(recorded_stall).or(whole.clone());
-    let Some(stall) = stall.or(encode.clone()) else {
+    let encode_alone =
+        || Some(TimeEstimate::new(encode.as_ref()?.seconds, Origin::Assumed, "time of encoding alone, as no save has recorded its upload"));
+    let Some(stall) = stall.or_else(encode_alone) else {
         let message = "no save of this store has recorded its times, for example because many ranks saved together; give the time for \
                        which a save stops the training (`--stall 2s`, in Python `stall=\"2s\"`)";
         return Err(Error::not_found(message));

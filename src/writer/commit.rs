@@ -10,11 +10,12 @@
 //! deleted and the writer stops.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
-use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
+use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
     Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms,
     read_store_file,
@@ -63,6 +64,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         unchanged,
         frozen,
         previous: None,
+        upload_ms: None,
         begun: None,
         measures_saves: true,
         stopped: Stopped(None),
@@ -231,7 +233,7 @@ impl Writer {
         step: u64,
         parent: Option<&Parent>,
         prepared: &Prepared<'_>,
-        unpublished: Vec<Upload>,
+        mut unpublished: Vec<Upload>,
         metadata: &Metadata,
     ) -> Result<Commit> {
         let Prepared { directory, tensor_bytes, content, blobs, finite, decision, age, .. } = prepared;
@@ -252,11 +254,19 @@ impl Writer {
             manifest.user.insert(PrecisionDecision::KEY.to_owned(), precision.to_value()?);
         }
         manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
-        let times = SaveTimes { written_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
-        let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-        manifest.user.insert(SaveTimes::KEY.to_owned(), value);
+        let mut times = SaveTimes { written_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
+        if !unpublished.is_empty() {
+            // These casks are uploaded with the manifest, so the next snapshot records the time.
+            times.upload_ms = None;
+        }
+        let insert_times = |manifest: &mut Manifest, times: SaveTimes| -> Result<()> {
+            let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+            manifest.user.insert(SaveTimes::KEY.to_owned(), value);
+            Ok(())
+        };
+        insert_times(&mut manifest, times)?;
 
-        let (bytes, manifest_digest) = manifest.encode()?;
+        let (mut bytes, mut manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
         Manifest::decode(&bytes, store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
@@ -271,6 +281,7 @@ impl Writer {
         // Casks that were published before the commit stay objects.
         let inline = (fits && unpublished.len() == manifest.casks.len()).then_some(bytes.len() as u64);
         let mut payload = None;
+        let begun = Instant::now();
         match inline {
             Some(_) => {
                 let casks: Vec<Vec<u8>> = unpublished.into_iter().map(|upload| upload.into_bytes().concat()).collect();
@@ -278,18 +289,27 @@ impl Writer {
                 write_directory.await?;
             }
             None => {
+                if self.previous.is_none() && prepared.times.upload_ms.is_some() && !unpublished.is_empty() {
+                    // Perhaps the only save of this writer, so its own manifest has to record the time.
+                    publish(std::mem::take(&mut unpublished)).await?;
+                    times.upload_ms = prepared.times.upload_ms.map(|ms| ms + milliseconds(begun.elapsed()));
+                    insert_times(&mut manifest, times)?;
+                    (bytes, manifest_digest) = manifest.encode()?;
+                }
                 let path = manifest.path();
                 let written = tokio::join!(publish(unpublished), write_directory, store.objects().create_unique(&path, bytes.into()));
                 let ((), (), ()) = (written.0?, written.1?, written.2?);
             }
         }
         self.durable_directory = Some(digest);
+        let mut uploading = begun.elapsed();
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
         let leader = self.leader;
         let needs = needs_of(&manifest, inline.is_some(), parent);
         let mut parent_is_lost = false;
+        let begun = Instant::now();
         let appended = self
             .log
             .append_relying_on(&needs, payload.as_deref(), writer, |state| {
@@ -330,6 +350,11 @@ impl Writer {
             Err(error) if parent_is_lost => return Ok(Commit::ParentLost(error)),
             Err(error) => return Err(error),
         };
+        if inline.is_some() {
+            // The entry holds the casks.
+            uploading = uploading.saturating_add(begun.elapsed());
+        }
+        self.upload_ms = prepared.times.upload_ms.filter(|_| times.upload_ms.is_none()).map(|ms| ms + milliseconds(uploading));
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
         retain(&mut self.log, self.pipeline.options.retention, &mut self.marks).await;

@@ -267,6 +267,8 @@ pub struct Writer {
     frozen: NamePatterns,
     /// Times of the newest save that was committed, for the next snapshot.
     previous: Option<PreviousSave>,
+    /// Time of the upload of the last snapshot, if its own manifest could not record it.
+    upload_ms: Option<f64>,
     /// Step and start of the save of many ranks that is under way.
     begun: Option<(u64, Instant)>,
     /// Whether this writer measures `previous` by itself.

@@ -105,7 +105,10 @@ impl UploadedCasks {
 
     /// Publishes the casks that are still to be published, all at once.
     pub(super) async fn publish(&mut self) -> Result<()> {
-        publish(std::mem::take(&mut self.unpublished)).await
+        let begun = Instant::now();
+        publish(std::mem::take(&mut self.unpublished)).await?;
+        self.times.upload_ms = self.times.upload_ms.map(|ms| ms + milliseconds(begun.elapsed()));
+        Ok(())
     }
 
     /// Content digests by role, for the stored form of the state's directory.

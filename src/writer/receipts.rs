@@ -66,7 +66,7 @@ impl Writer {
         let begun = self.begun.take().filter(|(begun_step, _)| *begun_step == step);
         if saved.is_ok() && self.measures_saves {
             let save_ms = begun.map(|(_, begun)| milliseconds(begun.elapsed()));
-            self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
+            self.previous = Some(PreviousSave { step, save_ms, upload_ms: self.upload_ms, ..PreviousSave::default() });
         }
         self.stopped = Stopped::after(&saved);
         saved

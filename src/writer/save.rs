@@ -42,7 +42,7 @@ impl Writer {
         let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
         if saved.is_ok() && self.measures_saves {
             let save_ms = Some(milliseconds(begun.elapsed()));
-            self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
+            self.previous = Some(PreviousSave { step, save_ms, upload_ms: self.upload_ms, ..PreviousSave::default() });
         }
         self.stopped = Stopped::after(&saved);
         saved
