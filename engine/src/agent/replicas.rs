@@ -114,7 +114,8 @@ async fn serve_loop(context: Arc<Context>) {
     loop {
         let bound = async {
             let (root, tls) = (run.folder.root().to_owned(), context.tls()?);
-            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, run.bandwidth.clone()).await
+            let hosts = context.peers.addresses.len();
+            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, run.bandwidth.clone(), hosts).await
         };
         match bound.await {
             Ok(server) => {

@@ -85,7 +85,7 @@ async fn listen(peers: &DoctorPeers, options: &DoctorOptions, tls: Option<Arc<Tl
         Ok(folder) => folder.run(&key).root().to_owned(),
         Err(error) => return (None, Check::failed("port", error.to_string(), "see the folder")),
     };
-    match PeerServer::bind(listen, root, &key, tls.clone(), Bandwidth::default()).await {
+    match PeerServer::bind(listen, root, &key, tls.clone(), Bandwidth::default(), 0).await {
         Ok(server) => {
             let found = format!("{listen} is free; no agent of this run listens there");
             (Some(tokio::spawn(server.serve())), Check::ok("port", found))

@@ -314,6 +314,6 @@ impl Body for CheckedBody {
 
 /// Time after which an idle connection is closed.
 const IDLE: Duration = Duration::from_secs(15);
-const MOST_IDLE: usize = 8;
+const MOST_IDLE: usize = 2;
 /// Size of the headers of a response.
 const HEAD_BYTES: usize = 256 << 10;

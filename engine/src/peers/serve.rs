@@ -3,7 +3,7 @@
 //! Read-only. Bounded in connections, sizes of requests, listings, idle time, and bytes per second.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,6 +41,23 @@ pub(crate) struct PeerServer {
     listener: TcpListener,
     tls: Option<Arc<Tls>>,
     served: Arc<Served>,
+    limits: Limits,
+}
+
+/// Limits that grow with the number of hosts.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// Peers' connections at once; others wait.
+    connections: usize,
+    /// Connections at once that have not shown a certificate, or that wait.
+    handshakes: usize,
+}
+
+impl Limits {
+    fn for_hosts(hosts: usize) -> Self {
+        let of_peers = hosts.saturating_mul(CONNECTIONS_OF_PEER);
+        Self { connections: LEAST_CONNECTIONS.saturating_add(of_peers), handshakes: LEAST_CONNECTIONS.saturating_add(of_peers) }
+    }
 }
 
 /// Contents of the server.
@@ -56,14 +73,21 @@ struct Served {
 }
 
 impl PeerServer {
-    /// Listens on an address. Without certificates, it must be an address of this machine.
-    pub(crate) async fn bind(listen: SocketAddr, root: PathBuf, key: &str, tls: Option<Arc<Tls>>, bandwidth: Bandwidth) -> Result<Self> {
+    /// Listens on an address. Without certificates, it must be an address of this machine. `hosts`: number of hosts of the run.
+    pub(crate) async fn bind(
+        listen: SocketAddr,
+        root: PathBuf,
+        key: &str,
+        tls: Option<Arc<Tls>>,
+        bandwidth: Bandwidth,
+        hosts: usize,
+    ) -> Result<Self> {
         if tls.is_none() && !listen.ip().is_loopback() {
             return Err(Error::invalid("without certificates, an agent serves this machine only").object(listen.to_string()));
         }
-        let listener = TcpListener::bind(listen).await.map_err(|e| Error::io(listen.to_string(), e))?;
+        let listener = listen_on(listen).await.map_err(|e| Error::io(listen.to_string(), e))?;
         let served = Served { root, key: key.to_owned(), bandwidth, sent_bytes: AtomicU64::new(0) };
-        Ok(Self { listener, tls, served: Arc::new(served) })
+        Ok(Self { listener, tls, served: Arc::new(served), limits: Limits::for_hosts(hosts) })
     }
 
     /// The address, with the port that was chosen for port 0.
@@ -74,7 +98,8 @@ impl PeerServer {
 
     /// Serves peers until the future is dropped.
     pub(crate) async fn serve(self) {
-        let (free, handshakes) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), Handshakes::new(MOST_HANDSHAKES));
+        let Limits { connections, handshakes } = self.limits;
+        let (free, handshakes) = (Arc::new(Semaphore::new(connections)), Handshakes::new(handshakes));
         let mut connections = JoinSet::new();
         loop {
             while connections.try_join_next().is_some() {}
@@ -105,6 +130,17 @@ impl PeerServer {
             });
         }
     }
+}
+
+/// Listens on an address. `0.0.0.0` stands for all addresses of this host, those of IPv6 included: peers may have such addresses.
+async fn listen_on(address: SocketAddr) -> std::io::Result<TcpListener> {
+    if address.ip() == IpAddr::V4(Ipv4Addr::UNSPECIFIED) {
+        match TcpListener::bind((Ipv6Addr::UNSPECIFIED, address.port())).await {
+            Ok(listener) => return Ok(listener),
+            Err(error) => tracing::debug!(%error, "no IPv6 here; listening on IPv4 alone"),
+        }
+    }
+    TcpListener::bind(address).await
 }
 
 /// A connection of a peer, with or without TLS.
@@ -292,10 +328,10 @@ fn read_piece(file: &std::fs::File, start: u64, bytes: u64) -> std::io::Result<B
     Ok(piece.into())
 }
 
-/// Number of peers' connections at once; others wait.
-const MOST_CONNECTIONS: usize = 64;
-/// Number of connections at once that have not shown a certificate, or that wait.
-const MOST_HANDSHAKES: usize = 64;
+/// Connections for which there is always room: those of a small run, of `agent doctor`, and of strangers.
+const LEAST_CONNECTIONS: usize = 64;
+/// Connections that a peer may keep: each of its tasks has a client with idle connections.
+const CONNECTIONS_OF_PEER: usize = 8;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Time for a refused client to read why it is refused.

@@ -2,6 +2,7 @@
 
 use tensorcask::maintain::{self, CopyOptions, VerifyOptions};
 use tensorcask::{ErrorKind, Slice, StoreOptions};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::support::*;
 use crate::peers::certificates::tests::certificates;
@@ -62,4 +63,29 @@ async fn a_missing_store_is_not_found() {
     server.stop().await;
     let error = super::support::peer(address, None).answers().await.unwrap_err().to_string();
     assert!(error.contains(&address.to_string()), "{error}");
+}
+
+/// A run on 64 hosts: each of the 63 others keeps three connections that are idle, and all ask at once.
+#[tokio::test]
+async fn sixty_four_hosts_are_served_while_they_keep_idle_connections() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let server = host.serve_hosts("127.0.0.1:0".parse().unwrap(), None, 64).await;
+    let request = format!("HEAD /{}/memory-0/store.json HTTP/1.1\r\nHost: x\r\nTensorcask-Peers: 1 0.0.0\r\n\r\n", key());
+    let mut connections = Vec::new();
+    for _ in 0..63 * 3 {
+        connections.push(tokio::net::TcpStream::connect(server.address).await.unwrap());
+    }
+    // Every connection is answered, and stays open; then all are used again.
+    for _ in 0..2 {
+        let asked = connections.iter_mut().map(|connection| async {
+            connection.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = Vec::new();
+            while !answer.ends_with(b"\r\n\r\n") {
+                answer.push(connection.read_u8().await.unwrap());
+            }
+            assert!(answer.starts_with(b"HTTP/1.1 200 OK"), "{}", String::from_utf8_lossy(&answer));
+        });
+        futures::future::join_all(asked).await;
+    }
 }

@@ -119,7 +119,7 @@ async fn ranges_and_large_requests() {
 #[tokio::test]
 async fn without_certificates_only_this_machine_is_served() {
     let host = Host::new();
-    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, Bandwidth::default()).await;
+    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, Bandwidth::default(), 1).await;
     assert!(bound.unwrap_err().to_string().contains("this machine only"));
 }
 

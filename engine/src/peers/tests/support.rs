@@ -50,7 +50,12 @@ impl Host {
     }
 
     pub(in crate::peers) async fn serve_at(&self, listen: SocketAddr, tls: Option<Arc<Tls>>) -> Server {
-        let server = PeerServer::bind(listen, self.folder.root().to_owned(), &key(), tls, Bandwidth::default()).await.unwrap();
+        self.serve_hosts(listen, tls, 0).await
+    }
+
+    /// Serves a run on this many hosts.
+    pub(in crate::peers) async fn serve_hosts(&self, listen: SocketAddr, tls: Option<Arc<Tls>>, hosts: usize) -> Server {
+        let server = PeerServer::bind(listen, self.folder.root().to_owned(), &key(), tls, Bandwidth::default(), hosts).await.unwrap();
         let address = server.address().unwrap();
         Server { address, task: tokio::spawn(server.serve()) }
     }
