@@ -8,6 +8,7 @@ mod cache;
 mod coalesce;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 mod contact;
+mod environment;
 mod fetch;
 mod guarded;
 mod hard_links;
@@ -15,6 +16,7 @@ mod io;
 mod objects;
 mod open;
 mod probe;
+mod renewable;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 #[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
 mod settings;
@@ -32,6 +34,7 @@ use object_store::path::Path;
 pub use ahead::AheadUploads;
 pub use bandwidth::Bandwidth;
 pub(crate) use cache::Caches;
+pub use environment::{Environment, is_credential, with_absolute_path};
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed, objects_after};
 pub(crate) use objects::{Medium, Objects};
@@ -42,8 +45,9 @@ pub(crate) use probe::{probe, probe_without_store};
 pub(crate) use upload::{PartBudget, Upload};
 pub(crate) use work::Work;
 
-use crate::Limits;
+use self::renewable::Renewable;
 use crate::codec::Registry;
+use crate::{Limits, Result};
 
 /// A store of snapshots. Cheap to clone; clones share caches.
 ///
@@ -68,6 +72,8 @@ struct Inner {
     objects: Objects,
     options: StoreOptions,
     caches: Caches,
+    /// The client, if its credentials can be renewed.
+    renewable: Option<Arc<Renewable>>,
 }
 
 /// Requests, bytes and work of a store and its clones.
@@ -93,6 +99,18 @@ impl Store {
     pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
         let url = format!("{objects}/{root}");
         assemble(url, Medium::Remote, Some(objects), root, options)
+    }
+
+    /// Sends all later requests of this store and its clones with the settings and credentials of these options. Its URL stays the
+    /// same. Does nothing for a store that needs no credentials: a folder, memory, or an [`ObjectStore`] of the caller.
+    pub fn renew(&self, options: &StoreOptions) -> Result<()> {
+        match &self.inner.renewable {
+            Some(renewable) => {
+                renewable.renew(options.client_of(self.url())?);
+                Ok(())
+            }
+            None => Ok(()),
+        }
     }
 
     /// Returns the URL that the store was opened with.
@@ -140,10 +158,18 @@ pub(crate) fn saves_inline(store: &Store, bytes: u64) -> bool {
     bytes <= store.inner.options.inline_bytes.min(store.limits().max_entry_bytes.saturating_sub(HEAD_BYTES))
 }
 
+/// Builds a store with a client whose credentials can be renewed.
+fn assemble_renewable(url: String, client: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Store {
+    let renewable = Arc::new(Renewable::new(client));
+    let objects = Objects::new(url, Medium::Remote, Some(renewable.clone()), root, options.fsync);
+    let caches = Caches::new(options.index_cache_bytes);
+    Store { inner: Arc::new(Inner { objects, options, caches, renewable: Some(renewable) }) }
+}
+
 fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Store {
     let objects = Objects::new(url, medium, client, root, options.fsync);
     let caches = Caches::new(options.index_cache_bytes);
-    Store { inner: Arc::new(Inner { objects, options, caches }) }
+    Store { inner: Arc::new(Inner { objects, options, caches, renewable: None }) }
 }
 
 impl std::fmt::Debug for Store {

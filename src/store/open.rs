@@ -1,5 +1,7 @@
 //! Opens a store by URL.
 
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -13,10 +15,16 @@ use object_store::path::Path;
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::contact::{Cloud, Connector};
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use super::environment;
+#[cfg(feature = "azure")]
+use super::environment::IDENTITY_ENDPOINT;
+#[cfg(feature = "gcp")]
+use super::environment::SERVICE_ACCOUNT;
 use super::guarded::{self, Guarded};
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 use super::settings::{self, Form};
-use super::{Bandwidth, Medium, Objects, Store, assemble};
+use super::{Bandwidth, Environment, Medium, Objects, Store, assemble, assemble_renewable};
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use crate::parse_duration;
@@ -51,6 +59,8 @@ pub struct StoreOptions {
     /// A server counts as contacted after its first answer, whatever the status. A wrong endpoint or missing
     /// credentials are therefore reported within seconds, while later requests survive an outage of the storage.
     pub config: BTreeMap<String, String>,
+    /// Variables that stand in for the environment of this process; `None` for those of this process.
+    pub environment: Option<Environment>,
     /// Whether files and folders on local disk are synced before a save is acknowledged. Without fsync, a power cut
     /// loses acknowledged snapshots.
     pub fsync: bool,
@@ -72,6 +82,7 @@ impl Default for StoreOptions {
             limits: Limits::default(),
             registry: Registry::default(),
             config: BTreeMap::new(),
+            environment: None,
             fsync: true,
             index_cache_bytes: 256 << 20,
             inline_bytes: INLINE_BYTES,
@@ -146,15 +157,23 @@ impl StoreOptions {
                 if parsed.host_str().unwrap_or_default().is_empty() {
                     return Err(invalid(format!("the URL names no bucket, container or host; write `{scheme}://NAME/path`")));
                 }
-                let objects = self.cloud(scheme, url)?;
+                let client = self.cloud(scheme, url)?;
                 // An http URL is itself the root.
                 let root = if scheme.starts_with("http") { "" } else { parsed.path() };
                 let root = Path::from_url_path(root).map_err(|e| invalid(format!("its path cannot name objects: {e}")))?;
-                Ok(assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
+                Ok(assemble_renewable(url.to_owned(), client, root, self))
             }
             _ => Err(invalid(format!(
                 "`{scheme}://` is not supported; use s3 (or s3a), gs, az (or azure, abfs, abfss), http, https, file or memory, or a plain path"
             ))),
+        }
+    }
+
+    /// A client with these options for a store in a cloud.
+    pub(super) fn client_of(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
+        match split_url(url)? {
+            Some((scheme, _)) => self.cloud(scheme, url),
+            None => Err(Error::invalid("a local store has no client").object(url)),
         }
     }
 
@@ -194,7 +213,7 @@ impl StoreOptions {
     #[cfg(feature = "aws")]
     fn aws(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
         use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as Key};
-        let settings = settings::all::<Key>("AWS_", self.cloud_config(), url)?;
+        let settings = settings::all::<Key>(&self.environment(), "AWS_", self.cloud_config(), url)?;
         let has_key = settings.iter().any(|setting| setting.key == Key::AccessKeyId);
         let form = |key: &Key| match key {
             Key::Endpoint | Key::S3Endpoint | Key::StsEndpoint | Key::MetadataEndpoint | Key::ContainerCredentialsFullUri => Form::Url,
@@ -221,7 +240,8 @@ impl StoreOptions {
     #[cfg(feature = "gcp")]
     fn gcp(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
         use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as Key};
-        let settings = settings::all::<Key>("GOOGLE_", self.cloud_config(), url)?;
+        let environment = self.environment();
+        let settings = settings::all::<Key>(&environment, "GOOGLE_", self.cloud_config(), url)?;
         let form = |key: &Key| match key {
             Key::BaseUrl => Form::Url,
             Key::BearerToken => Form::Header,
@@ -232,10 +252,13 @@ impl StoreOptions {
         };
         settings::check(&settings, form, url)?;
         let hosts = ["GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"];
-        settings::check_variables(&hosts.map(|name| (name, Form::Host)), url)?;
-        settings::check_variables(&[("SERVICE_ACCOUNT", Form::GoogleKeyFile)], url)?;
+        settings::check_variables(&environment, &hosts.map(|name| (name, Form::Host)), url)?;
+        settings::check_variables(&environment, &[(SERVICE_ACCOUNT, Form::GoogleKeyFile)], url)?;
         let names = settings::names(&settings);
-        let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url);
+        let mut builder = GoogleCloudStorageBuilder::new().with_url(url);
+        if let Some(path) = environment.get(SERVICE_ACCOUNT) {
+            builder = builder.with_service_account_path(path);
+        }
         for setting in settings {
             builder = builder.with_config(setting.key, setting.value);
         }
@@ -246,7 +269,8 @@ impl StoreOptions {
     #[cfg(feature = "azure")]
     fn azure(&self, url: &str) -> Result<Arc<dyn ObjectStore>> {
         use object_store::azure::{AzureConfigKey as Key, MicrosoftAzureBuilder};
-        let settings = settings::all::<Key>("AZURE_", self.cloud_config(), url)?;
+        let environment = self.environment();
+        let settings = settings::all::<Key>(&environment, "AZURE_", self.cloud_config(), url)?;
         let form = |key: &Key| match key {
             Key::Endpoint | Key::MsiEndpoint | Key::AuthorityHost | Key::FabricTokenServiceUrl => Form::Url,
             Key::AccountName => Form::PartOfHost("", ".blob.core.windows.net"),
@@ -258,12 +282,15 @@ impl StoreOptions {
             _ => Form::Other,
         };
         settings::check(&settings, form, url)?;
-        settings::check_variables(&[("IDENTITY_ENDPOINT", Form::Url), ("IDENTITY_HEADER", Form::Header)], url)?;
+        settings::check_variables(&environment, &[(IDENTITY_ENDPOINT, Form::Url), ("IDENTITY_HEADER", Form::Header)], url)?;
         if settings.iter().any(|setting| setting.key == Key::UseEmulator) {
-            settings::check_variables(&[("AZURITE_BLOB_STORAGE_URL", Form::Url)], url)?;
+            settings::check_variables(&environment, &[("AZURITE_BLOB_STORAGE_URL", Form::Url)], url)?;
         }
         let names = settings::names(&settings);
-        let mut builder = MicrosoftAzureBuilder::from_env().with_url(url);
+        let mut builder = MicrosoftAzureBuilder::new().with_url(url);
+        if let Some(endpoint) = environment.get(IDENTITY_ENDPOINT) {
+            builder = builder.with_msi_endpoint(endpoint);
+        }
         for setting in settings {
             builder = builder.with_config(setting.key, setting.value);
         }
@@ -297,8 +324,13 @@ impl StoreOptions {
         self.config.iter().filter(|(key, _)| ![CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&key.as_str()))
     }
 
+    /// The variables that decide about the store.
+    fn environment(&self) -> Cow<'_, Environment> {
+        self.environment.as_ref().map_or_else(|| Cow::Owned(Environment::of_process()), Cow::Borrowed)
+    }
+
     fn connector(&self, cloud: Cloud, imdsv1_fallback: Option<&str>, url: &str) -> Result<Connector> {
-        let contact_timeout = self.time(CONTACT_TIMEOUT, "TENSORCASK_CONTACT_TIMEOUT", url)?;
+        let contact_timeout = self.time(CONTACT_TIMEOUT, environment::CONTACT_TIMEOUT, url)?;
         Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback, url))
     }
 
@@ -307,7 +339,7 @@ impl StoreOptions {
         // random, twice the one before on average. Attempts that nobody answers take time, too, up to the limit of 3 minutes.
         let backoff = object_store::BackoffConfig { max_backoff: Duration::from_secs(5), base: 4.0, ..Default::default() };
         let default = object_store::RetryConfig { backoff, max_retries: 17, ..Default::default() };
-        Ok(match self.time(RETRY_TIMEOUT, "TENSORCASK_RETRY_TIMEOUT", url)? {
+        Ok(match self.time(RETRY_TIMEOUT, environment::RETRY_TIMEOUT, url)? {
             // The timeout is the limit, so the number of retries is not.
             Some(retry_timeout) => object_store::RetryConfig { retry_timeout, max_retries: usize::MAX, ..default },
             None => default,
@@ -315,12 +347,13 @@ impl StoreOptions {
     }
 
     fn time(&self, key: &str, variable: &str, url: &str) -> Result<Option<Duration>> {
-        let (name, value) = match (self.config.get(key), std::env::var(variable)) {
-            (Some(value), _) => (key, value.clone()),
-            (None, Ok(value)) => (variable, value),
-            (None, Err(_)) => return Ok(None),
+        let environment = self.environment();
+        let (name, value) = match (self.config.get(key), environment.get(variable)) {
+            (Some(value), _) => (key, value.as_str()),
+            (None, Some(value)) => (variable, value),
+            (None, None) => return Ok(None),
         };
-        parse_duration(&value).map(Some).map_err(|e| Error::invalid(format!("`{name}`: {}", e.message())).object(url))
+        parse_duration(value).map(Some).map_err(|e| Error::invalid(format!("`{name}`: {}", e.message())).object(url))
     }
 }
 

@@ -9,6 +9,7 @@ use std::str::FromStr;
 
 use object_store::client::{HttpRequest, HttpRequestBody};
 
+use super::Environment;
 use crate::{Error, Result};
 
 /// What a setting becomes in a request.
@@ -42,16 +43,18 @@ pub(super) struct Setting<K> {
     pub(super) value: String,
 }
 
-/// Returns the settings in the environment that begin with `prefix`, and those of a config, which come last and win.
+/// Returns the settings in an environment that begin with `prefix`, and those of a config, which come last and win.
 pub(super) fn all<'a, K: FromStr + PartialEq>(
+    environment: &Environment,
     prefix: &str,
     config: impl Iterator<Item = (&'a String, &'a String)>,
     url: &str,
 ) -> Result<Vec<Setting<K>>> {
-    let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let variables = variables.filter(|(name, _)| name.starts_with(prefix));
-    let mut found: Vec<Setting<K>> =
-        variables.filter_map(|(name, value)| Some(Setting { key: name.to_ascii_lowercase().parse().ok()?, name, value })).collect();
+    let variables = environment.starting_with(prefix);
+    let setting = |(name, value): (&str, &str)| {
+        Some(Setting { key: name.to_ascii_lowercase().parse().ok()?, name: name.to_owned(), value: value.to_owned() })
+    };
+    let mut found: Vec<Setting<K>> = variables.filter_map(setting).collect();
     for (name, value) in config {
         let unknown = |_| Error::invalid(format!("`{}` is not a setting of this kind of store", name.escape_debug())).object(url);
         let key = name.parse().map_err(unknown)?;
@@ -66,9 +69,10 @@ pub(super) fn check<K>(settings: &[Setting<K>], form: impl Fn(&K) -> Form, url: 
     settings.iter().try_for_each(|setting| check_value(&setting.name, &setting.value, form(&setting.key), url))
 }
 
-/// Checks variables that `object_store` reads by itself.
-pub(super) fn check_variables(variables: &[(&str, Form)], url: &str) -> Result<()> {
-    let found = variables.iter().filter_map(|(name, form)| Some((name, std::env::var(name).ok()?, form)));
+/// Checks variables that are no settings: those of `environment`, and those that `object_store` reads by itself.
+pub(super) fn check_variables(environment: &Environment, variables: &[(&str, Form)], url: &str) -> Result<()> {
+    let value = |name: &str| environment.get(name).map(str::to_owned).or_else(|| std::env::var(name).ok());
+    let found = variables.iter().filter_map(|(name, form)| Some((name, value(name)?, form)));
     found.into_iter().try_for_each(|(name, value, form)| check_value(name, &value, *form, url))
 }
 
