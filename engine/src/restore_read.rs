@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use tensorcask::{Blob, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapshot, is_writers_blob};
+use tensorcask::{Blob, Dtype, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapshot, TensorView, is_writers_blob};
 
 use crate::arena::Arena;
 use crate::image::EXTENT_BYTES;
@@ -16,10 +16,10 @@ use crate::restored::{Elements, Restored, RestoredTensor, Source};
 pub(crate) fn read_slot<'a>(arena: &'a Arena, slot: usize, request: &mut RestoreRequest<'_>) -> Result<Restored<'a>> {
     let stored = arena.read(slot)?;
     stored.verify()?;
-    let mut known: HashMap<(*const u8, usize), usize> = HashMap::new();
+    let mut known: HashMap<SharedElements, usize> = HashMap::new();
     let views = request.wanted.select_from_slot(stored.tensors()?)?;
     let tensors = views.into_iter().enumerate().map(|(number, view)| {
-        let first = *known.entry((view.data().as_ptr(), view.data().len())).or_insert(number);
+        let first = *known.entry(SharedElements::of(&view)).or_insert(number);
         RestoredTensor {
             name: view.name().to_owned(),
             dtype: view.dtype(),
@@ -41,6 +41,25 @@ pub(crate) fn read_slot<'a>(arena: &'a Arena, slot: usize, request: &mut Restore
         placed.for_each(|(tensor, _)| tensor.data = Elements::Placed);
     }
     Ok(found)
+}
+
+/// Key of tensors that are tied: the same memory, read in the same way. Other tensors may begin in that memory, too: flat views,
+/// views of another element type, or another part of a larger tensor.
+#[derive(PartialEq, Eq, Hash)]
+struct SharedElements {
+    address: *const u8,
+    bytes: usize,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    rect: Rect,
+}
+
+impl SharedElements {
+    fn of(view: &TensorView<'_>) -> Self {
+        let data = view.data();
+        let (address, bytes, dtype) = (data.as_ptr(), data.len(), view.dtype());
+        Self { address, bytes, dtype, shape: view.shape().to_vec(), rect: view.rect().clone() }
+    }
 }
 
 /// Reads the wanted tensors of a snapshot, and all its blobs.

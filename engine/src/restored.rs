@@ -85,7 +85,7 @@ pub struct RestoredTensor<'a> {
     pub role: String,
     /// Parameter that the tensor belongs to.
     pub param: String,
-    /// Index of the first tensor with the same bytes, if this tensor is tied to an earlier one.
+    /// Index of the first tensor with the same memory, element type and shape, if this tensor is tied to an earlier one.
     pub tied_to: Option<usize>,
     /// Elements. Tied tensors share them.
     pub data: Elements<'a>,

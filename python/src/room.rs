@@ -1,5 +1,6 @@
 //! Memory of Python that a restore of the engine fills, and functions of Python that read a restored tensor.
 
+use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, Sender};
 
 use pyo3::exceptions::PyValueError;
@@ -17,9 +18,9 @@ pub(crate) struct Question {
     blobs: Vec<(u32, String, Vec<u8>)>,
 }
 
-/// Name, dtype, global shape, first index and extent per dimension, and the name of an earlier tensor that it is tied
-/// to.
-type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>);
+/// Name, dtype, global shape, first index and extent per dimension, the name of an earlier tensor that it is tied
+/// to, and the name of the first tensor with the same bytes.
+type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>, String);
 
 /// Destination of a tensor.
 pub(crate) enum Room {
@@ -40,10 +41,17 @@ pub(crate) struct Memory {
 
 impl Destination for Memory {
     fn prepare(&mut self, found: &Restored<'_>) -> tensorcask::Result<()> {
+        // Two views of one memory that are not tied, because they have other shapes, have the same bytes.
+        let mut places = HashMap::new();
         let row = |tensor: &RestoredTensor<'_>| {
             let first = tensor.tied_to.and_then(|first| found.tensors.get(first)).map(|first| first.name.clone());
             let (offset, extent) = (tensor.rect.offset.clone(), tensor.rect.shape.clone());
-            (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone(), offset, extent, first)
+            let data = &tensor.data;
+            let same_bytes = match data.is_empty() {
+                true => first.clone().unwrap_or_else(|| tensor.name.clone()),
+                false => places.entry((data.as_ptr(), data.len())).or_insert_with(|| tensor.name.clone()).clone(),
+            };
+            (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone(), offset, extent, first, same_bytes)
         };
         let question = Question {
             step: found.step,

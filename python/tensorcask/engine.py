@@ -400,7 +400,8 @@ class Engine:
                         "that is returned"
                     )
             buffers: list[Any] = []
-            for name, dtype, shape, _, extent, first in rows:
+            given: set[tuple[str, int, int]] = set()
+            for name, dtype, shape, _, extent, first, same_bytes in rows:
                 if out is None and list(shape) != list(extent):
                     raise ValueError(f"tensor `{name}`: this rank holds a part of it; pass out= to say where it goes")
                 if out is None and trees and name not in saved_as:
@@ -410,11 +411,13 @@ class Engine:
                 part = wanted.get(name)
                 if part is not None:
                     place = _frameworks.place_in(part.memory, dtype, extent, name, self._arena.fill)
-                    filled = finished.get(first)
-                    if filled is not None and address_of(place.buffer) == address_of(filled.buffer) != 0:
-                        # Tied in memory, too.
+                    address = address_of(place.buffer)
+                    key = (same_bytes, address, memoryview(place.buffer).nbytes if address else 0)
+                    if address and key in given:
+                        # One memory here, too.
                         buffers.append(None)
                         continue
+                    given.add(key)
                 elif first in finished and saved_as.get(first) == saved_as.get(name):
                     tied[name] = first
                     buffers.append(None)
