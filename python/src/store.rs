@@ -143,14 +143,16 @@ impl Store {
         Commits::of(&tensorcask_cli::commits(&entries))
     }
 
-    /// Verifies the store. Returns the counts, and step, object and message of each problem.
+    /// Verifies the store. Returns the counts, and step, object, message and all steps of each problem.
     #[pyo3(signature = (depth, step=None))]
     fn verify<'py>(&self, py: Python<'py>, depth: &str, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
         let options = VerifyOptions { depth: VerifyDepth::from_name(depth).map_err(|e| raise(&e))?, step, shard: None };
         let store = &self.inner;
         let report = py.detach(|| until_done(store, maintain::verify(store.inner(), &options)))?;
-        let problems: Vec<(Option<u64>, Option<&str>, String)> =
-            report.problems.iter().map(|problem| (problem.step, problem.error.object_name(), problem.error.to_string())).collect();
+        let row = |problem: &maintain::Problem| {
+            (problem.step, problem.error.object_name().map(str::to_owned), problem.error.to_string(), problem.steps.clone())
+        };
+        let problems: Vec<(Option<u64>, Option<String>, String, Vec<u64>)> = report.problems.iter().map(row).collect();
         let facts = PyDict::new(py);
         facts.set_item("entries", report.entries)?;
         facts.set_item("snapshots", report.snapshots)?;

@@ -64,11 +64,13 @@ class ChainLink(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem found by a verification: the step and the object that it concerns, if any, and a message."""
+    """A problem found by a verification: the step in which it was found and its object, if any, a message, and all checked steps
+    that need the object."""
 
     step: int | None
     object: str | None
     message: str
+    steps: list[int]
 
 
 @dataclass(frozen=True)

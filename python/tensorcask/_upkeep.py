@@ -14,7 +14,7 @@ from ._handle import StoreHandle
 from ._native import Catalog, Statistics
 from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
-from ._reports import Advice, BisectReport, CompactReport, GcReport, MatchedTensor, SnapshotInfo, TimeEstimate, VerifyReport
+from ._reports import Advice, BisectReport, CompactReport, GcReport, MatchedTensor, Problem, SnapshotInfo, TimeEstimate, VerifyReport
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -124,7 +124,8 @@ class Upkeep(StoreHandle):
         chunk.
         """
         with watching(self.native(), progress, "verify"), _foreign.explained(self._url):
-            return VerifyReport(**self.native().verify(depth, step))
+            facts = self.native().verify(depth, step)
+            return VerifyReport(**facts | {"problems": [Problem(*row) for row in facts["problems"]]})
 
     def pin(self, step: int) -> None:
         """Protects a step: it cannot be forgotten until it is unpinned."""

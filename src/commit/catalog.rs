@@ -21,7 +21,7 @@ use super::{LeaderState, Leadership, LogState, SnapshotRecord, SnapshotStatus, S
 use crate::store::Store;
 use crate::wire::facts::{fact_column, may_hold_nan};
 use crate::wire::parquet_pages::{TextBudget, check_pages};
-use crate::wire::{Digest, Id, SnapshotKind};
+use crate::wire::{Digest, Id, SnapshotKind, catalog_of};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Number of log entries from one catalog to the next.
@@ -82,7 +82,7 @@ impl Catalog {
             .list("catalog")
             .await?
             .into_iter()
-            .filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path)))
+            .filter_map(|listed| Some((catalog_of(&listed.path)?.0, listed.path)))
             .collect();
         names.sort_unstable_by(|a, b| b.cmp(a));
         Ok(names.into_iter().map(|(_, path)| path).collect())
@@ -99,22 +99,30 @@ impl Catalog {
 
     /// Returns the log entry that a catalog follows, according to its name.
     pub(crate) fn sequence_of(path: &str) -> Option<u64> {
-        parse_name(path).map(|(sequence, _)| sequence)
+        catalog_of(path).map(|(sequence, _)| sequence)
     }
 
     /// Reads the state in a catalog. Compares the bytes with the digest in the name before they are decoded.
     #[boxed]
     pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
-        let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
-        let bytes = store.objects().get(path, store.limits().max_catalog_bytes).await?;
-        if Digest::of(&bytes) != digest {
-            return Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2"));
-        }
+        let bytes = Self::read_bytes(store, path).await?;
+        let sequence = Self::sequence_of(path).unwrap_or_default();
         // The digest only proves that the bytes are intact. Anybody may have written them, and the Parquet reader is
         // not our code.
         let decoded = std::panic::catch_unwind(|| decode(bytes, sequence));
         let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader failed on the catalog").clause("log 6.3")));
         decoded.map_err(|e| e.object(path))
+    }
+
+    /// Reads a catalog and compares its bytes with the digest in its name.
+    #[boxed]
+    pub(crate) async fn read_bytes(store: &Store, path: &str) -> Result<Bytes> {
+        let (_, digest) = catalog_of(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
+        let bytes = store.objects().get(path, store.limits().max_catalog_bytes).await?;
+        match Digest::of(&bytes) == digest {
+            true => Ok(bytes),
+            false => Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2")),
+        }
     }
 
     /// Returns the rows of a catalog. All records must be summarised.
@@ -131,15 +139,6 @@ impl Catalog {
         store.objects().create_unique(&path, bytes).await?;
         Ok(path)
     }
-}
-
-/// Parses sequence and digest from the name of a catalog.
-fn parse_name(path: &str) -> Option<(u64, Digest)> {
-    let (sequence, digest) = path.strip_prefix("catalog/")?.strip_suffix(".parquet")?.split_once('-')?;
-    let number: u64 = sequence.parse().ok()?;
-    // The upper limit leaves room for additions; no log is that long.
-    (format!("{number:020}") == sequence && (1..1 << 62).contains(&number)).then_some(())?;
-    Some((number, Digest::from_hex(digest).ok()?))
 }
 
 /// Builds the rows of a catalog. All records must be summarised.
@@ -337,6 +336,10 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
             if record.sequence > sequence || state.snapshots().last().is_some_and(|last| last.sequence >= record.sequence) {
                 return Err(bad(format!("row {row}: sequences do not ascend to that of the catalog")));
             }
+            // A chain therefore ends, and every snapshot is there that another one needs.
+            if let Some(parent) = record.parent.filter(|parent| state.by_id(*parent).is_none()) {
+                return Err(bad(format!("row {row}: no earlier row has its parent {parent}")));
+            }
             state.insert(record).map_err(|e| e.clause("log 6.3"))?;
         }
     }
@@ -433,6 +436,25 @@ mod tests {
             roles: None,
             inline: None,
             summary: Some(Summary { user, ..Summary::default() }),
+        }
+    }
+
+    /// A chain that does not end would be followed for ever.
+    #[test]
+    fn a_parent_is_an_earlier_row() {
+        let (first, second) = (with_user(0, "loss".into()), with_user(1, "loss".into()));
+        let decoded = |parents: [Option<Id>; 2]| {
+            let mut state = LogState::default();
+            (state.sequence, state.head) = (2, Some(Digest::of(&[])));
+            for (record, parent) in [&first, &second].into_iter().zip(parents) {
+                state.insert(SnapshotRecord { parent, ..record.clone() }).unwrap();
+            }
+            decode(encode(&state).unwrap(), 2)
+        };
+        assert_eq!(decoded([None, Some(first.id)]).unwrap().snapshots().len(), 2);
+        for parents in [[Some(second.id), Some(first.id)], [None, Some(second.id)], [None, Some(Id([7; 16]))]] {
+            let error = decoded(parents).unwrap_err();
+            assert_eq!((error.kind(), error.clause_name()), (ErrorKind::Corrupt, Some("log 6.3")));
         }
     }
 

@@ -101,13 +101,13 @@ impl Log {
     /// and the later entries would no longer fit.
     #[boxed]
     pub(crate) async fn load_whole(store: &Store) -> Result<Self> {
-        let mut log = Self::load(store).await?;
+        let mut log = Self::load_part(store).await?;
         log.check_end().await?;
         Ok(log)
     }
 
     #[boxed]
-    async fn check_end(&mut self) -> Result<()> {
+    pub(super) async fn check_end(&mut self) -> Result<()> {
         for _ in 0..MAX_LOOKS {
             let later = self.entries_after(self.state.sequence).await?;
             let (next, Some(last)) = (self.state.next_sequence()?, later.last()) else { return Ok(()) };

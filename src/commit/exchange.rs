@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::ResultExt;
 use crate::store::concurrently;
-use crate::wire::{Id, Receipt};
+use crate::wire::{Id, Receipt, is_round};
 use crate::{Error, ErrorKind, Result, Store};
 
 /// Number of objects read at once.
@@ -107,8 +107,7 @@ impl RankExchange {
 }
 
 fn path_of(round: &str, rank: u32) -> Result<String> {
-    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
-    if round.is_empty() || round.len() > 128 || !round.chars().all(plain) {
+    if !is_round(round) {
         return Err(Error::invalid(format!("round `{}`: use lower-case letters, digits, - and _", round.escape_debug())));
     }
     Ok(format!("offers/{round}/{rank}.json"))

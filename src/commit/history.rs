@@ -5,7 +5,7 @@ use futures::{StreamExt, TryStreamExt};
 use super::log::Damaged;
 use super::retention::forget_by_id;
 use super::store_file::read_store_file;
-use super::{Catalog, FiniteMarks, Log, LogState, Retained, Retention, SnapshotRecord};
+use super::{Catalog, FiniteMarks, LogState, Retained, Retention, SnapshotRecord, check_log_ends, load_complete_log, load_log};
 use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
@@ -47,7 +47,8 @@ impl History<'_> {
         Ok(read_store_file(self.store).await?.run)
     }
 
-    /// Returns all entries of the log, from the first on. Checks each against its predecessors.
+    /// Returns all entries of the log, from the first on. Checks each against its predecessors. Fails if an entry is missing,
+    /// and names it.
     pub async fn entries(&self) -> Result<Vec<LogEntry>> {
         self.run().await?;
         let mut state = LogState::default();
@@ -62,7 +63,10 @@ impl History<'_> {
                 .try_collect()
                 .await?;
             for (sequence, bytes) in (first..).zip(read) {
-                let Some(bytes) = bytes else { return Ok(entries) };
+                let Some(bytes) = bytes else {
+                    check_log_ends(self.store, &state).await?;
+                    return Ok(entries);
+                };
                 let decoded = LogEntry::decode(&bytes, sequence, self.store.limits());
                 let (entry, digest) = decoded.in_object(LogEntry::path_of(sequence))?;
                 state.apply(&entry, digest)?;
@@ -73,13 +77,13 @@ impl History<'_> {
 
     /// Returns all snapshots in the log, whatever their status, ordered by commit. Reads only the log.
     pub async fn records(&self) -> Result<Vec<SnapshotRecord>> {
-        Ok(Log::load(self.store).await?.state().snapshots().to_vec())
+        Ok(load_log(self.store).await?.state().snapshots().to_vec())
     }
 
     /// Returns all snapshots in the log as a table with the columns of a catalog (log 6). Leaves out snapshots whose
     /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
-        let mut log = Log::load(self.store).await?;
+        let mut log = load_log(self.store).await?;
         let Damaged(damaged) = log.summarise(None).await?;
         for (record, error) in &damaged {
             tracing::warn!(step = record.step, %error, "the manifest of this step cannot be read; the step is left out");
@@ -91,7 +95,7 @@ impl History<'_> {
 
     /// Returns what [`Store::retain`] would do, and does nothing.
     pub async fn unwanted(&self, retention: Retention) -> Result<Retained> {
-        let mut log = Log::load(self.store).await?;
+        let mut log = load_complete_log(self.store).await?;
         let decision = FiniteMarks::default().decide(&mut log, retention).await?;
         Ok(Retained { forgotten: decision.forget, kept_finite: decision.kept_finite })
     }

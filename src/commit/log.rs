@@ -21,6 +21,8 @@ pub(crate) struct Log {
     pub(super) state: LogState,
     /// Newest catalog that was read or written: its last entry and its path.
     pub(super) catalog: Option<(u64, String)>,
+    /// Entry that the catalog by which the log was entered follows, and its digest by that catalog.
+    pub(super) entered: Option<(u64, Digest)>,
     /// Errors of catalogs that were skipped: damaged, or listed and absent.
     pub(crate) skipped: Vec<Error>,
 }
@@ -71,11 +73,15 @@ impl Log {
     ///
     /// Requests few entries at first, and twice as many each time that all of them exist. Both the requests for absent
     /// entries and the round trips stay few: at most five for the entries between two catalogs.
+    ///
+    /// Takes what is there for the whole log. A store is read with [`load_log`](super::load_log), which does not take a lost log for an
+    /// empty one. A mirror may be without its log while it is made.
     #[boxed]
-    pub(crate) async fn load(store: &Store) -> Result<Self> {
+    pub(crate) async fn load_part(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
         let (store_file, mut catalogs) = (store_file?, catalogs?);
-        let mut log = Self { store: store.clone(), store_file, state: LogState::default(), catalog: None, skipped: Vec::new() };
+        let mut log =
+            Self { store: store.clone(), store_file, state: LogState::default(), catalog: None, entered: None, skipped: Vec::new() };
         let mut entered = begin_with_catalog(&mut log, &catalogs).await?;
         if entered.is_none() && log.skipped.iter().any(|error| error.kind() == ErrorKind::Storage) {
             // A mirror removes older catalogs once it has a newer one.
@@ -346,7 +352,7 @@ impl Log {
 
 /// The log of a store that does not answer, as far as a mirror has it. The next reading compares it with the store.
 pub(crate) async fn load_from(mirror: &Store, store: &Store) -> Result<Log> {
-    Ok(Log { store: store.clone(), catalog: None, skipped: Vec::new(), ..Log::load(mirror).await? })
+    Ok(Log { store: store.clone(), catalog: None, skipped: Vec::new(), ..Log::load_part(mirror).await? })
 }
 
 /// Replaces a log by what a mirror of the store has of it, even if that is less. Does nothing if the mirror belongs to another
@@ -369,6 +375,7 @@ async fn begin_with_catalog(log: &mut Log, catalogs: &[String]) -> Result<Option
         let error = match catalog {
             Ok(state) => {
                 log.catalog = Some((state.sequence, name.clone()));
+                log.entered = state.head.map(|head| (state.sequence, head));
                 log.state = state;
                 return Ok(Some(entries?));
             }

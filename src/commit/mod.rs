@@ -18,6 +18,7 @@ mod session_exchange;
 mod session_log;
 mod state;
 mod store_file;
+mod whole_log;
 
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
@@ -41,6 +42,7 @@ pub use session_log::SessionLog;
 pub(crate) use state::{LogState, ManifestPlace, Summary};
 pub use state::{SnapshotRecord, SnapshotStatus};
 pub(crate) use store_file::read_store_file;
+pub(crate) use whole_log::{Contents, check_log_ends, load_complete_log, load_log, refuse_lost_log, without_store_file};
 
 /// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.
 pub(crate) fn now_ms() -> u64 {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Decision, FiniteMarks, Log, LogState, Retention, SnapshotRecord, SnapshotStatus};
+use super::{Decision, FiniteMarks, Log, LogState, Retention, SnapshotRecord, SnapshotStatus, load_complete_log, load_log};
 use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -21,7 +21,7 @@ impl Store {
     ///
     /// One commit covers up to ten thousand steps. Of a longer list, the first commits stand if a later one fails.
     pub async fn forget(&self, steps: &[u64]) -> Result<Vec<SnapshotRecord>> {
-        let mut log = Log::load(self).await?;
+        let mut log = load_complete_log(self).await?;
         let steps: Vec<u64> = steps.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
         if steps.is_empty() {
             return Err(Error::invalid("no step to forget"));
@@ -66,7 +66,7 @@ impl Store {
     /// # Ok(()) }
     /// ```
     pub async fn retain(&self, retention: Retention) -> Result<Retained> {
-        forget_unwanted(&mut Log::load(self).await?, retention, &mut FiniteMarks::default()).await.map(|(retained, _)| retained)
+        forget_unwanted(&mut load_complete_log(self).await?, retention, &mut FiniteMarks::default()).await.map(|(retained, _)| retained)
     }
 }
 
@@ -125,7 +125,7 @@ pub struct Retained {
 }
 
 async fn set_pinned(store: &Store, step: u64, pinned: bool) -> Result<SnapshotRecord> {
-    let mut log = Log::load(store).await?;
+    let mut log = load_log(store).await?;
     log.append(Id::random()?, |state| Ok(Event::Pinned { snapshot: live_step(state, step)?.id, pinned })).await?;
     log.write_catalog_if_due().await;
     live_step(log.state(), step).cloned()
@@ -133,7 +133,7 @@ async fn set_pinned(store: &Store, step: u64, pinned: bool) -> Result<SnapshotRe
 
 /// Forgets the live snapshots among these, unless they are pinned.
 pub(super) async fn forget_by_id(store: &Store, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
-    let mut log = Log::load(store).await?;
+    let mut log = load_complete_log(store).await?;
     forget_among(&mut log, Id::random()?, snapshots).await
 }
 

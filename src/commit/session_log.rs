@@ -1,6 +1,6 @@
 //! Follows the log of a store, for a host that waits for the commits of its session's leader.
 
-use super::{Catalog, Leadership, Log, LogState, SnapshotRecord, Standing};
+use super::{Catalog, Leadership, Log, LogState, SnapshotRecord, Standing, load_complete_log};
 use crate::wire::Id;
 use crate::{Result, Store};
 
@@ -25,7 +25,17 @@ pub struct SessionLog {
 impl SessionLog {
     /// Reads the log of a store. Fails with `NotFound` if there is no store.
     pub async fn open(store: &Store) -> Result<Self> {
-        Ok(Self { log: Log::load(store).await? })
+        Ok(Self { log: Log::load_part(store).await? })
+    }
+
+    /// Reads the log of a store for a decision that memory is not needed. Fails unless the whole log is there.
+    pub(crate) async fn open_complete(store: &Store) -> Result<Self> {
+        Ok(Self { log: load_complete_log(store).await? })
+    }
+
+    /// Reads the log of a mirror for a decision that memory is not needed. Fails if entries after a gap are there.
+    pub(crate) async fn open_whole(mirror: &Store) -> Result<Self> {
+        Ok(Self { log: Log::load_whole(mirror).await? })
     }
 
     /// Reads the entries that were committed since. Fails with `Conflict` if the store was deleted or replaced.

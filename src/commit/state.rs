@@ -84,6 +84,11 @@ impl SnapshotRecord {
         }
     }
 
+    /// Returns what the log says of the snapshot. The summary comes from the manifest.
+    pub(crate) fn facts(&self) -> Self {
+        Self { summary: None, ..self.clone() }
+    }
+
     /// Returns the location of the manifest.
     pub(crate) fn manifest_place(&self) -> ManifestPlace {
         ManifestPlace { path: self.manifest_path(), digest: self.manifest, inline_in: self.inline.map(|_| self.sequence) }
@@ -219,6 +224,11 @@ impl LogState {
         match &entry.event {
             Event::Opened { leader } => self.leadership.on_opened(entry.writer, entry.sequence, *leader),
             Event::Added { snapshot, step, parent, manifest, inline, roles } => {
+                // A pin protects the step, so it moves to the snapshot that replaces the step.
+                let replaced = self.at_step(*step).filter(|older| older.pinned).map(|older| older.id);
+                if let Some(older) = replaced.and_then(|id| self.record_mut(id)) {
+                    older.pinned = false;
+                }
                 self.insert(SnapshotRecord {
                     sequence: entry.sequence,
                     revision: entry.sequence,
@@ -227,7 +237,7 @@ impl LogState {
                     parent: *parent,
                     manifest: *manifest,
                     status: SnapshotStatus::Live,
-                    pinned: false,
+                    pinned: replaced.is_some(),
                     time_ms: entry.time_ms,
                     roles: roles.clone(),
                     inline: *inline,

@@ -12,7 +12,8 @@ use std::time::Duration;
 use super::rewrite::Rewriter;
 use crate::codec::Objective;
 use crate::commit::{
-    Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features,
+    Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file,
+    refuse_features,
 };
 use crate::container::CaskEncoder;
 use crate::error::ResultExt;
@@ -63,7 +64,7 @@ pub struct Compacted {
 /// stay as they are. Safe to run beside writers and readers. Memory: a window of 16 MiB, the partners of its
 /// chunks, upload parts, and the largest blob.
 pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
-    let mut log = Log::load(store).await?;
+    let mut log = load_complete_log(store).await?;
     refuse_features(read_store_file(store).await?.may_ignore())?;
     let record = match at.into() {
         StepSelector::Latest => log.state().latest(),

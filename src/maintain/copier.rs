@@ -18,7 +18,8 @@ use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
 use crate::commit::{
-    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, read_inline, read_manifest, read_manifest_bytes, refuse_features,
+    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest, read_manifest_bytes,
+    refuse_features,
 };
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
@@ -79,7 +80,7 @@ impl Copier {
     /// would add. Such a snapshot can never be added.
     pub async fn lacks_parents_of(&mut self, source: &Store) -> Result<bool> {
         self.log.refresh().await?;
-        let from = Log::load(source).await?;
+        let from = load_log(source).await?;
         let there = self.log.state();
         let wanted = snapshots_to_copy(source, from.state(), there, self.options.steps.as_deref())?;
         Ok(wanted.iter().any(|record| there.by_id(record.id).is_none() && lost_link(record, from.state(), there).is_some()))
@@ -88,7 +89,7 @@ impl Copier {
     /// Copies the snapshots that the destination does not have. Also returns what was to be copied.
     #[boxed]
     pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(CopyPlan, CopyReport)> {
-        let from = Log::load(source).await?;
+        let from = load_log(source).await?;
         let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         if !plan.missing.is_empty() {
             // Another copier may have added snapshots before this one fenced it.
@@ -108,7 +109,7 @@ impl Copier {
         if part >= of {
             return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
         }
-        let from = Log::load(source).await?;
+        let from = load_log(source).await?;
         let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         let mut report = plan.report();
         let destination = self.destination.clone();
@@ -326,7 +327,7 @@ impl Copier {
 /// or reduced to fewer roles than at the source.
 fn lost_link<'s>(record: &SnapshotRecord, source: &LogState, there: &'s LogState) -> Option<&'s SnapshotRecord> {
     let mut next = record.parent;
-    // A parent is committed before what needs it, so the chain ends.
+    // A parent is committed before what needs it, in the log and in a catalog, so the chain ends.
     while let Some(id) = next {
         let ours = source.by_id(id);
         let Some(link) = there.by_id(id) else {
@@ -387,6 +388,15 @@ impl CopyPlan {
         let forgotten = live.filter(|record| there.by_id(record.id).is_some_and(|found| is_gone(found.status)));
         let forgotten = forgotten.map(|record| record.step).collect();
         Ok(Self { wanted, missing, forgotten })
+    }
+
+    /// Snapshots whose status the destination takes over: all, or those that were asked for or are new there. A step that the
+    /// destination had before, and that nobody has named, keeps its status.
+    pub(super) fn named(&self, steps: Option<&[u64]>) -> Vec<SnapshotRecord> {
+        let is_new = |record: &SnapshotRecord| self.missing.iter().any(|missing| missing.id == record.id);
+        let is_asked =
+            |record: &SnapshotRecord| record.status == SnapshotStatus::Live && steps.is_none_or(|steps| steps.contains(&record.step));
+        self.wanted.iter().filter(|record| steps.is_none() || is_asked(record) || is_new(record)).cloned().collect()
     }
 
     /// Counts what the destination has before the copy.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::Copier;
 use crate::chain::chain_of;
 use crate::commit::{
-    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, forget_among, live_step, read_store_file, refuse_features,
+    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, forget_among, live_step, load_log, read_store_file, refuse_features,
 };
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
@@ -54,9 +54,10 @@ pub struct CopyReport {
 
 /// Copies live snapshots of `source` and their chains into `destination`. The destination is created, or holds an
 /// earlier copy of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
-/// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. Each
-/// cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is resumed by
-/// copying again. With a shard, only copies casks: see [`CopyOptions::shard`].
+/// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. If steps
+/// are given, other steps that the destination had before keep their status. Each cask is checked at the destination, byte by
+/// byte, before it is committed. A copy that was interrupted is resumed by copying again. With a shard, only copies casks: see
+/// [`CopyOptions::shard`].
 ///
 /// Fails with `Conflict`, after the others are copied, if the destination has forgotten one of the steps that were asked for.
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
@@ -64,8 +65,10 @@ pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) ->
     if let Some((part, of)) = options.shard {
         return copier.copy_shard(source, part, of).await;
     }
+    // Entries after a gap name steps that a reader does not see.
+    Log::load_whole(source).await.map_err(|e| e.object(source.url()))?;
     let (plan, report) = copier.add_missing(source).await?;
-    mirror_status(&mut copier.log, copier.writer, &plan.wanted).await?;
+    mirror_status(&mut copier.log, copier.writer, &plan.named(options.steps.as_deref())).await?;
     match plan.forgotten.first() {
         Some(step) if options.steps.is_some() => {
             let message = format!("the destination has forgotten step {step}, and never takes it back; copy it into an empty place");
@@ -130,7 +133,7 @@ pub(super) async fn open_destination(source: &Store, destination: &Store) -> Res
         }
         Err(e) => return Err(e),
     }
-    Log::load(destination).await
+    load_log(destination).await
 }
 
 /// Mirrors the status of copied snapshots at the destination: forgets and pins them as the source did. Those that are pinned there

@@ -3,11 +3,12 @@
 //! It checks the log and the objects that the log names, races creates on the storage, and lists leftovers as garbage
 //! collection would. It deletes leftovers only if asked, and only in a store without damage.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
+use super::gc::staged;
 use super::{Deletable, GcOptions, Problem, VerifyDepth, VerifyOptions, gc, verify};
 use crate::commit::{DEFAULT_AGE_FLOOR, read_store_file};
-use crate::store::{FOLDERS, Medium, ProbeReport, probe, probe_without_store};
+use crate::store::{Medium, ProbeReport, probe, probe_without_store};
 use crate::{Error, ErrorKind, Result, Store};
 
 /// Options of an examination.
@@ -56,13 +57,16 @@ impl DoctorReport {
 /// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if the options say so, and
 /// nothing else. In a place without a store, it only tests the storage.
 pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorReport> {
+    let mut report = DoctorReport { applied: options.apply, ..DoctorReport::default() };
+    // First, because they may fill the disk on which the storage is tested. They are no objects.
+    report.staging = staged(store, options.age_floor, options.apply).await?.into_iter().map(Deletable::of).collect();
     let depth = VerifyOptions { depth: VerifyDepth::Log, ..VerifyOptions::default() };
     let verified = match verify(store, &depth).await {
         Err(e) if e.kind() == ErrorKind::NotFound && is_absent(store).await => return without_store(store).await,
         verified => verified?,
     };
-    let mut report = DoctorReport { has_store: true, applied: options.apply, problems: verified.problems, ..DoctorReport::default() };
-    let note = |error: Error| Problem { step: None, error };
+    (report.has_store, report.problems) = (true, verified.problems);
+    let note = |error: Error| Problem { step: None, steps: Vec::new(), error };
     match probe(store.objects()).await {
         Ok(probe) => report.probe = Some(probe),
         Err(e) => report.problems.push(note(e)),
@@ -70,12 +74,15 @@ pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorRepo
     // With a broken link, the objects that are needed are unknown.
     if report.problems.is_empty() {
         let leftovers = GcOptions { apply: options.apply, age_floor: options.age_floor, collect: false, directories: false };
-        let found = gc(store, &leftovers).await?;
-        (report.orphans, report.young) = (found.deleted, found.waiting);
+        match gc(store, &leftovers).await {
+            Ok(found) => (report.orphans, report.young) = (found.deleted, found.waiting),
+            Err(e) if e.kind() == ErrorKind::Corrupt => report.problems.push(note(e)),
+            Err(e) => return Err(e),
+        }
+        report.orphans.retain(|orphan| !is_interrupted_write(&orphan.path));
     } else {
         report.advice.push("leftovers were not looked for: while something is broken, nothing is deleted".to_owned());
     }
-    report.staging = staging(store, options)?;
     report.advice.extend(advice(store));
     Ok(report)
 }
@@ -89,7 +96,7 @@ async fn without_store(store: &Store) -> Result<DoctorReport> {
     let mut report = DoctorReport { advice: advice(store), ..DoctorReport::default() };
     match probe_without_store(store.objects()).await {
         Ok(probe) => report.probe = Some(probe),
-        Err(error) => report.problems.push(Problem { step: None, error }),
+        Err(error) => report.problems.push(Problem { step: None, steps: Vec::new(), error }),
     }
     Ok(report)
 }
@@ -102,42 +109,6 @@ async fn without_store(store: &Store) -> Result<DoctorReport> {
 /// ```
 pub fn is_interrupted_write(name: &str) -> bool {
     name.rsplit_once('#').is_some_and(|(_, number)| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
-}
-
-/// Files of interrupted writes.
-fn staging(store: &Store, options: &DoctorOptions) -> Result<Vec<Deletable>> {
-    let Medium::Local(root) = store.objects().medium() else { return Ok(vec![]) };
-    let mut found = Vec::new();
-    for folder in FOLDERS {
-        let path = root.join(folder);
-        let fail = |e| Error::io(path.display().to_string(), e);
-        let entries = match std::fs::read_dir(&path) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(e) => return Err(fail(e)),
-        };
-        for entry in entries {
-            let entry = entry.map_err(fail)?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            // A file that is gone by now belonged to a live writer.
-            let Some(metadata) = entry.metadata().ok().filter(|metadata| is_interrupted_write(&name) && metadata.is_file()) else {
-                continue;
-            };
-            let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
-            if age.is_none_or(|age| age < options.age_floor) {
-                continue;
-            }
-            if options.apply
-                && let Err(e) = std::fs::remove_file(entry.path())
-                && e.kind() != std::io::ErrorKind::NotFound
-            {
-                return Err(Error::io(entry.path().display().to_string(), e));
-            }
-            found.push(Deletable { path: format!("{folder}/{name}"), bytes: metadata.len() });
-        }
-    }
-    found.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(found)
 }
 
 fn advice(store: &Store) -> Vec<String> {

@@ -23,7 +23,7 @@ use crate::{Result, Store, boxed};
 /// ```
 #[boxed]
 pub async fn held_steps(memory: &Store, most: usize) -> Result<Vec<u64>> {
-    let log = Log::load(memory).await?;
+    let log = Log::load_part(memory).await?;
     let is_restorable = |record: &&SnapshotRecord| record.status == SnapshotStatus::Live && record.roles.is_none();
     let (mut found, mut held) = (Vec::new(), BTreeMap::new());
     for record in log.state().snapshots().iter().rev().filter(is_restorable) {

@@ -4,7 +4,8 @@
 //! [`History`] replays the log and collects the manifests that any state since that time names. [`Marks`] reads those
 //! manifests and collects the paths of their casks and directories.
 //!
-//! Invariant: a manifest that cannot be read stops the collection, because the objects that it needs are unknown.
+//! Invariants: a log that was not read as a whole stops the collection. So does a manifest that cannot be read, because the
+//! objects that it needs are unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,8 +14,8 @@ use bytes::Bytes;
 use crate::commit::{Catalog, LogState, ManifestPlace, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::read_directory;
-use crate::store::concurrently;
-use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
+use crate::store::{Listed, concurrently};
+use crate::wire::{Digest, Event, Id, LogEntry, Manifest, snapshot_of};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of objects that are read at once.
@@ -42,9 +43,10 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Reads the log up to the last entry committed at `threshold_ms`, by the clock of the storage, then the rest.
+    /// Reads the log up to the last entry committed at `threshold_ms`, by the clock of the storage, then the rest. `newest`: a
+    /// state of the log that was read as a whole. Fails if the log has come to another state.
     #[boxed]
-    pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
+    pub(super) async fn load(store: &Store, threshold_ms: u64, newest: &LogState) -> Result<Self> {
         let mut times: BTreeMap<String, u64> =
             store.objects().list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
         // Number of the first entry that is too young, or of the next entry to come.
@@ -52,6 +54,7 @@ impl History {
         while times.remove(&LogEntry::path_of(boundary)).is_some_and(|modified_ms| modified_ms <= threshold_ms) {
             boundary = boundary.saturating_add(1);
         }
+        boundary = boundary.min(newest.sequence.saturating_add(1));
         let mut state = LogState::default();
         for path in Catalog::list(store).await?.iter().filter(|path| Catalog::sequence_of(path).is_some_and(|at| at < boundary)) {
             match Catalog::read(store, path).await {
@@ -67,6 +70,14 @@ impl History {
         history.replay(store, Some(boundary)).await?;
         let kept = history.state.snapshots().iter().filter(|record| record.status != SnapshotStatus::Collected);
         history.named = kept.map(NamedManifest::by).collect();
+        history.replay(store, newest.sequence.checked_add(1)).await?;
+        // `newest` may come from a later catalog.
+        let is_same = |(ours, theirs): (&SnapshotRecord, &SnapshotRecord)| ours.facts() == theirs.facts();
+        let (ours, theirs) = (history.state.snapshots(), newest.snapshots());
+        if history.state.head != newest.head || ours.len() != theirs.len() || !ours.iter().zip(theirs).all(is_same) {
+            let message = "the log and a catalog disagree about it, so nothing is deleted. Run `tensorcask verify --depth log`";
+            return Err(Error::corrupt(message).object(LogEntry::path_of(newest.sequence)).clause("log 7.3"));
+        }
         history.refresh(store).await?;
         Ok(history)
     }
@@ -115,6 +126,61 @@ impl History {
     }
 }
 
+/// A manifest of a snapshot that the log has never named.
+#[derive(Debug)]
+pub(super) struct UnnamedManifest {
+    pub path: String,
+    pub manifest: Manifest,
+}
+
+/// Manifests of snapshots that the log has never named, although they were made after everything that it names and all their
+/// casks are there. A save that failed at its commit leaves one. Several mean that the log is an older copy, or that entries
+/// at its end were lost.
+#[boxed]
+pub(super) async fn newer_than_log(store: &Store, state: &LogState, manifests: &[Listed]) -> Result<Vec<UnnamedManifest>> {
+    let is_unnamed = |listed: &&Listed| snapshot_of(&listed.path).is_some_and(|id| state.by_id(id).is_none());
+    let unnamed: Vec<&Listed> = manifests.iter().filter(is_unnamed).collect();
+    if unnamed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut newest_ms = state.snapshots().iter().map(|record| record.time_ms).max().unwrap_or(0);
+    if let Some(last) = state.last_writer {
+        let path = LogEntry::path_of(last.sequence);
+        let bytes = store.objects().get(&path, store.limits().max_entry_bytes).await?;
+        newest_ms = newest_ms.max(LogEntry::decode(&bytes, last.sequence, store.limits()).in_object(path)?.0.time_ms);
+    }
+    let read = |listed: Listed| async move {
+        match store.objects().get_if_present(&listed.path, store.limits().max_manifest_bytes).await {
+            // Damage in an object that nothing names concerns nobody.
+            Ok(bytes) => Ok(bytes.and_then(|bytes| Manifest::decode(&bytes, store.limits()).ok()).map(|(manifest, _)| (listed, manifest))),
+            Err(e) if e.kind().is_damaged_object() => Ok(None),
+            Err(e) => Err(e),
+        }
+    };
+    let found = concurrently(CONCURRENT_REQUESTS, unnamed.into_iter().cloned().map(read)).await?;
+    let mut newer = Vec::new();
+    for (listed, manifest) in found.into_iter().flatten().filter(|(_, manifest)| manifest.time_ms >= newest_ms) {
+        let sizes = store.objects().sizes(manifest.casks.iter().map(|cask| cask.path()).collect(), CONCURRENT_REQUESTS).await?;
+        if manifest.casks.iter().zip(sizes).all(|(cask, size)| size == Some(cask.bytes)) {
+            newer.push(UnnamedManifest { path: listed.path, manifest });
+        }
+    }
+    Ok(newer)
+}
+
+/// The error for manifests that are newer than the log; `None` for those that a failed save may have left.
+pub(super) fn lost_end(newer: &[UnnamedManifest]) -> Option<Error> {
+    let [first, .., last] = newer else { return None };
+    let message = format!(
+        "the log never names it, nor {} other manifests up to {}, although they are newer than the last step that it names: the log is \
+         an older copy, or entries at its end were lost. Put them back from a copy of the store. If all these saves have failed, save one \
+         more step first",
+        newer.len() - 1,
+        last.path
+    );
+    Some(Error::corrupt(message).object(&first.path).clause("log 7.3"))
+}
+
 /// Objects that snapshots need, by path.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
@@ -132,6 +198,13 @@ impl Marks {
     /// Size of the casks of these snapshots, in bytes.
     pub(super) fn bytes_of(&self, records: &[SnapshotRecord]) -> u64 {
         records.iter().filter_map(|record| self.cask_bytes.get(&record.id)).fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    }
+
+    /// Adds the objects of a snapshot that the log does not name.
+    pub(super) fn add_unnamed(&mut self, unnamed: &UnnamedManifest) {
+        self.paths.insert(unnamed.path.clone());
+        self.paths.extend(unnamed.manifest.casks.iter().map(|cask| cask.path()));
+        self.paths.insert(format!("directories/{}", unnamed.manifest.directory));
     }
 
     /// Adds the objects that manifests name. Fails if a manifest cannot be read. A manifest that the newest state does

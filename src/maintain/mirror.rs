@@ -161,7 +161,7 @@ impl Mirror {
         if sequence > last || sequence.saturating_sub(CATALOG_INTERVAL) <= first {
             return Ok(());
         }
-        let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
+        let bytes = Catalog::read_bytes(&self.store, &path).await?;
         self.memory.objects().put_content_addressed(&path, bytes).await?;
         // Readers that follow the log from the mirror may be a little behind.
         let first_kept = sequence.saturating_sub(CATALOG_INTERVAL);
@@ -306,11 +306,15 @@ impl Mirror {
             listed.extend(objects.list(folder).await?.into_iter().map(|found| found.path));
         }
         let mut needed = BTreeSet::new();
-        let log = match SessionLog::open(&self.memory).await {
+        let log = match SessionLog::open_whole(&self.memory).await {
             Ok(log) if log.sequence() > 0 => log,
             // The log is still being copied.
             Ok(_) => return Ok(()),
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.is_damage() => {
+                tracing::error!(%error, "the log in memory is damaged; nothing is removed, because it is not known what is needed");
+                return Ok(());
+            }
             Err(error) => return Err(error),
         };
         let kept = Kept { session, from: keep, has_committed: log.has_committed(session.session) };
@@ -319,7 +323,12 @@ impl Mirror {
         if listed.iter().any(|path| path.starts_with("snapshots/") && !known.contains(path)) {
             needed.extend(listed.iter().filter(|path| !path.starts_with("receipts/") && !path.starts_with("casks/")).cloned());
         }
-        for record in needed_links(log.state(), &parents_in(&self.memory, Some(kept)).await?, self.memory.limits().max_chain_depth)? {
+        let parents = parents_in(&self.memory, Some(kept)).await?;
+        if let Some(parent) = parents.iter().find(|parent| log.state().by_id(**parent).is_none()) {
+            tracing::warn!(%parent, "the log in memory does not have the parent of a step yet; nothing is removed");
+            return Ok(());
+        }
+        for record in needed_links(log.state(), &parents, self.memory.limits().max_chain_depth)? {
             let place = record.manifest_place();
             // Without its manifest, nothing of a link can be read.
             if place.inline_in.is_none() && objects.head_if_present(&place.path).await?.is_none() {

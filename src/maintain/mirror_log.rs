@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use bytes::Bytes;
 
+use super::mark::{lost_end, newer_than_log};
 use super::mirror::{Mirror, clear, sequence_of_entry};
 use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, SessionLog, read_store_file};
 use crate::error::ResultExt;
@@ -49,10 +50,16 @@ impl Mirror {
             return Ok(MirrorStart { last, unwritten });
         }
         // Another task may have copied newer entries since `state` was read.
-        if !self.is_of_store || SessionLog::open(&self.store).await?.sequence() >= last {
+        if !self.is_of_store {
             return Ok(MirrorStart { last, unwritten });
         }
-        // The store is an older copy of itself.
+        let manifests = self.store.objects().list("snapshots").await?;
+        let log = SessionLog::open_complete(&self.store).await?;
+        if log.sequence() >= last {
+            return Ok(MirrorStart { last, unwritten });
+        }
+        // The store is an older copy of itself, unless it has lost the end of its log: then memory may have the only one.
+        lost_end(&newer_than_log(&self.store, log.state(), &manifests).await?).map_or(Ok(()), Err)?;
         clear(&self.memory).await?;
         Ok(MirrorStart { last: 0, unwritten: Some(file) })
     }
@@ -60,6 +67,10 @@ impl Mirror {
     /// Removes the log of a mirror that does not tell its run, unless it is the log of the store.
     async fn remove_other_log(&self, state: &LogState) -> Result<()> {
         let objects = self.memory.objects();
+        if last_entry(&self.memory).await? > 0 {
+            // Memory may have the only log that is left.
+            SessionLog::open_complete(&self.store).await?;
+        }
         // Their names have the digests of their bytes.
         let of_store: BTreeSet<String> = Catalog::list(&self.store).await?.into_iter().collect();
         for found in objects.list("catalog").await?.into_iter().filter(|found| !of_store.contains(&found.path)) {
@@ -93,7 +104,7 @@ impl Mirror {
         if last > 0 && sequence - last <= Self::KEPT_ENTRIES && self.store.objects().head_if_present(&next).await?.is_some() {
             return Ok(last);
         }
-        let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
+        let bytes = Catalog::read_bytes(&self.store, &path).await?;
         self.memory.objects().put_content_addressed(&path, bytes).await?;
         Ok(sequence.saturating_sub(1))
     }

@@ -15,7 +15,9 @@ use super::cask_copy::present;
 use super::compact::{check_unchanged, commit_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
-use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
+use crate::commit::{
+    Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, load_complete_log, now_ms, read_store_file, refuse_features,
+};
 use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, SnapshotKind, blob_slot};
 use crate::{Dtype, Error, ErrorKind, Result, Store, boxed, infer_role};
@@ -57,7 +59,7 @@ impl Reduced {
 /// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc())
 /// runs.
 pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-    let mut log = Log::load(store).await?;
+    let mut log = load_complete_log(store).await?;
     let mut records = Vec::new();
     for &step in steps.iter().collect::<BTreeSet<_>>() {
         records.push(live_step(log.state(), step)?.clone());
@@ -225,11 +227,11 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
     let narrow = |other: &SnapshotRecord| other.roles.as_ref().is_some_and(|has| has.iter().all(|role| roles.contains(role)));
     let roots = state.snapshots().iter().filter(|other| other.status == SnapshotStatus::Live || other.pinned);
     let mut others = roots.filter(|other| other.id != record.id && other.status != SnapshotStatus::Collected && !narrow(other));
-    let needs = |other: &&SnapshotRecord| match chain_of(state, other.id, u64::MAX) {
-        Ok(chain) => chain.iter().any(|link| link.id == record.id),
-        Err(_) => false,
-    };
-    others.find(needs).map(|other| format!("step {} needs it", other.step))
+    others.find_map(|other| match chain_of(state, other.id, u64::MAX) {
+        Ok(chain) => chain.iter().any(|link| link.id == record.id).then(|| format!("step {} needs it", other.step)),
+        // What this step needs is not known.
+        Err(error) => Some(format!("the chain of step {} is broken, and may need it: {}; forget that step", other.step, error.message())),
+    })
 }
 
 /// Casks of a snapshot that hold only roles that stay.

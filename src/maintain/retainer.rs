@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::reduce::{Hold, OnDamage, Reduced, reduce_all};
-use crate::commit::{FiniteMarks, Log, SnapshotRecord, Standing, forget_unwanted};
+use crate::commit::{FiniteMarks, Log, SnapshotRecord, Standing, forget_unwanted, load_complete_log};
 use crate::wire::Id;
 use crate::{Result, Retained, Retention, Store};
 
@@ -43,7 +43,7 @@ pub async fn apply_retention(store: &Store, retention: Retention, options: &Comp
 
 /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
 pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
-    let mut log = Log::load(store).await?;
+    let mut log = load_complete_log(store).await?;
     let decision = FiniteMarks::default().decide(&mut log, retention).await?;
     let records = [decision.forget, decision.reduce].concat();
     let reduced = reduce_all(store, &mut log, records, roles, options, OnDamage::Fail).await?;
@@ -110,9 +110,9 @@ impl Retainer {
         let mut log = match self.log.take() {
             Some(mut log) => match log.catch_up().await? {
                 Standing::Same => log,
-                Standing::Stale(_) => Log::load(&self.store).await?,
+                Standing::Stale(_) => load_complete_log(&self.store).await?,
             },
-            None => Log::load(&self.store).await?,
+            None => load_complete_log(&self.store).await?,
         };
         let (retained, mut records) = forget_unwanted(&mut log, self.retention, &mut self.marks).await?;
         let is_known =

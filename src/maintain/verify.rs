@@ -4,12 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::cask_check::CaskCheck;
 use crate::chain::{Link, chain_of, check_link};
-use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_inline, read_manifest, read_store_file};
+use crate::commit::{
+    Catalog, Contents, LogState, SnapshotRecord, live_step, read_inline, read_manifest, read_store_file, without_store_file,
+};
 use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, read_directory, read_index, verify_counting};
 use crate::store::Work;
 use crate::wire::{CaskRef, Id, LogEntry, Manifest};
-use crate::{Error, Limits, Result, Store, boxed};
+use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Depth of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -59,8 +61,10 @@ pub struct VerifyOptions {
 /// One problem that was found.
 #[derive(Debug)]
 pub struct Problem {
-    /// Step that the problem concerns, if any.
+    /// Step in which the problem was found, if any.
     pub step: Option<u64>,
+    /// All checked steps that need the damaged object, ascending. Empty if the problem concerns no step.
+    pub steps: Vec<u64>,
     /// Description and place of the problem.
     pub error: Error,
 }
@@ -100,7 +104,17 @@ impl VerifyReport {
     fn note(&mut self, step: Option<u64>, result: Result<()>) {
         let Err(error) = result else { return };
         if !self.has(&error) {
-            self.problems.push(Problem { step, error });
+            self.problems.push(Problem { step, steps: step.into_iter().collect(), error });
+        }
+    }
+
+    /// Names all steps that need a damaged object. `holders`: the snapshots that name an object; `needing`: the steps that need
+    /// a snapshot.
+    fn name_steps(&mut self, holders: &BTreeMap<String, Vec<Id>>, needing: &BTreeMap<Id, BTreeSet<u64>>) {
+        for problem in self.problems.iter_mut().filter(|problem| problem.step.is_some()) {
+            let named = problem.error.object_name().and_then(|object| holders.get(object)).into_iter().flatten();
+            let steps = named.filter_map(|id| needing.get(id)).flatten().copied();
+            problem.steps = steps.chain(problem.step).collect::<BTreeSet<u64>>().into_iter().collect();
         }
     }
 
@@ -124,13 +138,10 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
     }
     let mine = |number: u64| options.shard.is_none_or(|(part, of)| number % of == part);
     let mut report = VerifyReport::default();
-    read_store_file(store).await.map(|_| ()).or_else(|e| match e.kind() {
-        crate::ErrorKind::NotFound => Err(e),
-        _ => {
-            report.note(None, Err(e));
-            Ok(())
-        }
-    })?;
+    match read_store_file(store).await {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Err(without_store_file(store).await?.unwrap_or(e)),
+        found => report.note(None, found.map(|_| ())),
+    }
     let state = verify_log(store, &mut report).await?;
     let wanted: Vec<&SnapshotRecord> = match options.step {
         None => state.live().collect(),
@@ -180,6 +191,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         }
     }
     if options.depth == VerifyDepth::Log {
+        name_steps(&mut report, store, &state, &wanted, &manifests);
         return Ok(report);
     }
 
@@ -188,7 +200,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
     let (casks, of_others): (BTreeMap<_, _>, BTreeMap<_, _>) = casks.into_iter().partition(|(id, _)| mine(u64::from(id.0[0])));
     let decoded: Vec<(&SnapshotRecord, u64)> = match options.depth {
         VerifyDepth::Full => {
-            let all = wanted.into_iter().filter(|record| mine(record.sequence));
+            let all = wanted.iter().copied().filter(|record| mine(record.sequence));
             all.map(|record| (record, chain_bytes(store, &state, record, &manifests))).collect()
         }
         _ => vec![],
@@ -227,7 +239,40 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         left = left.saturating_sub(bytes);
         work.leave(left);
     }
+    name_steps(&mut report, store, &state, &wanted, &manifests);
     Ok(report)
+}
+
+/// Names the checked steps that need each damaged object.
+fn name_steps(
+    report: &mut VerifyReport,
+    store: &Store,
+    state: &LogState,
+    wanted: &[&SnapshotRecord],
+    manifests: &BTreeMap<Id, Option<Manifest>>,
+) {
+    let damaged: BTreeSet<String> = report.problems.iter().filter_map(|problem| problem.error.object_name().map(str::to_owned)).collect();
+    if damaged.is_empty() {
+        return;
+    }
+    let mut holders: BTreeMap<String, Vec<Id>> = BTreeMap::new();
+    for (id, manifest) in manifests {
+        let path = state.by_id(*id).map(SnapshotRecord::manifest_path);
+        let named = manifest.iter().flat_map(|manifest| {
+            let directory = format!("directories/{}", manifest.directory);
+            manifest.casks.iter().map(CaskRef::path).chain([directory])
+        });
+        for object in path.into_iter().chain(named).filter(|object| damaged.contains(object)) {
+            holders.entry(object).or_default().push(*id);
+        }
+    }
+    let mut needing: BTreeMap<Id, BTreeSet<u64>> = BTreeMap::new();
+    for record in wanted {
+        for link in chain_of(state, record.id, store.limits().max_chain_depth).unwrap_or_default() {
+            needing.entry(link.id).or_default().insert(record.step);
+        }
+    }
+    report.name_steps(&holders, &needing);
 }
 
 /// Whether an error that came up while a snapshot was decoded is found by a check of one of these casks, too. `found`: what such
@@ -261,6 +306,18 @@ async fn verify_log(store: &Store, report: &mut VerifyReport) -> Result<LogState
     // Ignores objects with other names (README 2.2 of the spec).
     let listed = store.objects().list("log").await?.into_iter().map(|listed| listed.path);
     let mut listed: BTreeSet<String> = listed.filter(|path| LogEntry::is_path(path)).collect();
+    if listed.is_empty() {
+        // A storage that does not list its objects, a lost log, or a store to which nothing was ever saved.
+        let bytes = store.objects().head_if_present(&LogEntry::path_of(1)).await?;
+        let unlisted =
+            bytes.map(|_| Error::new(ErrorKind::Storage, "is there, but the storage does not list it").object(LogEntry::path_of(1)));
+        let folders = ["catalog", "directories", "snapshots", "casks"];
+        let lost = Contents::of(store, &folders).await?.lost_log();
+        if let Some(error) = unlisted.or(lost) {
+            report.note(None, Err(error));
+            return Ok(state);
+        }
+    }
     let mut broken = false;
     for sequence in 1..=listed.len() as u64 {
         let path = LogEntry::path_of(sequence);
@@ -311,9 +368,8 @@ async fn verify_catalog(store: &Store, path: &str, state: &LogState) -> Result<(
     {
         return fail("was made from another log".into());
     }
-    let facts = |record: &SnapshotRecord| SnapshotRecord { summary: None, ..record.clone() };
-    let rows = catalog.snapshots().iter().map(facts);
-    if let Some((_, theirs)) = state.snapshots().iter().map(facts).zip(rows).find(|(ours, theirs)| ours != theirs) {
+    let rows = catalog.snapshots().iter().map(SnapshotRecord::facts);
+    if let Some((_, theirs)) = state.snapshots().iter().map(SnapshotRecord::facts).zip(rows).find(|(ours, theirs)| ours != theirs) {
         return fail(format!("its row of snapshot {} disagrees with the log", theirs.id));
     }
     if catalog.snapshots().len() != state.snapshots().len() {

@@ -11,7 +11,7 @@
 use super::predicate::Predicate;
 use super::survey::CONCURRENT_SNAPSHOTS;
 use super::{SkippedSnapshot, Snapshot, TensorStatistics};
-use crate::commit::{History, Log, SnapshotRecord};
+use crate::commit::{History, SnapshotRecord, load_log};
 use crate::store::concurrently;
 use crate::tensor::element_count;
 use crate::wire::Id;
@@ -84,7 +84,7 @@ impl History<'_> {
     /// # Ok(()) }
     /// ```
     pub async fn bisect(&self, predicate: &Predicate) -> Result<Bisection> {
-        let log = Log::load(self.store).await?;
+        let log = load_log(self.store).await?;
         let state = log.state();
         if state.sequence == 0 {
             // Reports an empty folder as a missing store.

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::{SkippedSnapshot, Snapshot, Survey};
-use crate::commit::{History, Log, SnapshotRecord, SnapshotStatus};
+use crate::commit::{History, SnapshotRecord, SnapshotStatus, load_log};
 use crate::{Error, Result, Store};
 
 /// Selector of the newest live snapshot by commit.
@@ -47,7 +47,7 @@ pub struct SnapshotInfo {
 impl Store {
     /// Opens a snapshot. Checks all log entries, manifests and directories of its chain.
     pub async fn snapshot(&self, at: impl Into<StepSelector>) -> Result<Snapshot> {
-        let log = Log::load(self).await?;
+        let log = load_log(self).await?;
         let state = log.state();
         let (record, wanted) = match at.into() {
             StepSelector::Latest => (state.latest(), "snapshot".to_owned()),
@@ -60,7 +60,7 @@ impl Store {
 
     /// Returns all live snapshots, ordered by commit.
     pub async fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
-        let mut log = Log::load(self).await?;
+        let mut log = load_log(self).await?;
         log.summarise(None).await?.refuse()?;
         Ok(log.state().live().map(SnapshotInfo::of).collect())
     }
@@ -80,7 +80,7 @@ impl History<'_> {
     /// # Ok(()) }
     /// ```
     pub async fn readable(&self) -> Result<Survey<SnapshotInfo>> {
-        let mut log = Log::load(self.store).await?;
+        let mut log = load_log(self.store).await?;
         let damaged = log.summarise(None).await?.0;
         let is_readable = |record: &&SnapshotRecord| damaged.iter().all(|(damaged, _)| damaged.id != record.id);
         let found = log.state().live().filter(is_readable).map(|record| (record.step, SnapshotInfo::of(record))).collect();

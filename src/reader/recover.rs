@@ -3,7 +3,7 @@
 use super::Snapshot;
 use super::content::check_content;
 use super::open_chain::OpenChain;
-use crate::commit::Log;
+use crate::commit::load_log;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -36,7 +36,7 @@ impl Store {
     ///
     /// Pages are checked when they are read. If a page is damaged, call this again with the failed ids in `excluded`.
     pub async fn recover(&self, excluded: &[Id]) -> Result<RecoveredSnapshot> {
-        let log = Log::load(self).await?;
+        let log = load_log(self).await?;
         let mut skipped: Vec<SkippedSnapshot> = Vec::new();
         for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
             let opened = async {

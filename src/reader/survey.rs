@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use super::{SkippedSnapshot, Snapshot};
-use crate::commit::{History, Log, SnapshotRecord};
+use crate::commit::{History, SnapshotRecord, load_log};
 use crate::store::concurrently;
 use crate::{Error, Result};
 
@@ -42,7 +42,7 @@ impl History<'_> {
     where
         F: Future<Output = Result<T>>,
     {
-        let log = Log::load(self.store).await?;
+        let log = load_log(self.store).await?;
         let state = log.state();
         if state.sequence == 0 {
             // Reports an empty folder as a missing store.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::commit::{Log, SnapshotRecord, SnapshotStatus};
+use crate::commit::{Log, SnapshotRecord, SnapshotStatus, load_log};
 use crate::{Result, Store};
 
 /// Default interval between checks of the log.
@@ -21,7 +21,7 @@ impl Store {
     /// Watches for snapshots committed after log entry `after`. Pass 0 to start with all live snapshots, or a
     /// snapshot's [`SnapshotRecord::sequence`] for those that follow it.
     pub async fn watch(&self, after: u64) -> Result<SnapshotWatch> {
-        Ok(SnapshotWatch { log: Log::load(self).await?, after, interval: INTERVAL })
+        Ok(SnapshotWatch { log: load_log(self).await?, after, interval: INTERVAL })
     }
 }
 

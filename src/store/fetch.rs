@@ -9,6 +9,7 @@ use object_store::ObjectStoreExt;
 
 use super::Objects;
 use super::coalesce::Coalesce;
+use super::io::local_file;
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Maximum number of requests in flight per fetch.
@@ -35,6 +36,7 @@ impl Objects {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);
         let client = self.client()?;
+        local_file(self, object).await?;
         let fetch = |range: Range<u64>| {
             let path = &path;
             async move {

@@ -4,9 +4,11 @@ use std::io::Read;
 
 use bytes::Bytes;
 use futures::TryStreamExt;
-use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use object_store::path::Path;
+use object_store::{ObjectMeta, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::{Medium, Objects, concurrently, hard_links};
+use super::{Medium, Objects, concurrently, hard_links, local};
+use crate::wire::is_object;
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Outcome of a put-if-absent.
@@ -35,8 +37,8 @@ impl Objects {
         self.counters.add(1, 0, 0);
         let client = self.client()?;
         if let Medium::Local(root) = &self.medium {
-            let (path, object) = (root.join(object), object.to_owned());
-            let bytes = blocking(object.clone(), move || read_file(&path, &object, max_bytes)).await?;
+            let (root, object) = (root.clone(), object.to_owned());
+            let bytes = blocking(object.clone(), move || read_file(&root, &object, max_bytes)).await?;
             self.counters.add(0, bytes.len() as u64, 0);
             return Ok(bytes);
         }
@@ -131,53 +133,49 @@ impl Objects {
         }
     }
 
-    /// Lists the objects in a folder, ordered by name.
+    /// Lists the objects in a folder, ordered by path. Leaves out whatever does not have the name of an object (README 2).
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.counters.add(1, 0, 0);
-        let root = self.root.clone();
-        let prefix = self.path(folder);
-        let mut found: Vec<Listed> = self
-            .client()?
-            .list(Some(&prefix))
-            .try_filter_map(|meta| {
-                let relative = meta.location.prefix_match(&root).map(|parts| {
-                    let parts: Vec<String> = parts.map(|part| part.as_ref().to_owned()).collect();
-                    parts.join("/")
-                });
-                futures::future::ok(relative.map(|path| Listed { path, bytes: meta.size, modified_ms: modified_ms(&meta) }))
-            })
-            .try_collect()
-            .await
-            .map_err(|e| Error::storage(folder, e))?;
+        let mut found: Vec<Listed> = match &self.medium {
+            Medium::Local(root) => {
+                let (root, folder) = (root.clone(), folder.to_owned());
+                blocking(folder.clone(), move || local::list(&root, &folder)).await?
+            }
+            Medium::Memory | Medium::Remote => {
+                let prefix = self.path(folder);
+                let listed: Vec<ObjectMeta> =
+                    self.client()?.list(Some(&prefix)).try_collect().await.map_err(|e| Error::storage(folder, e))?;
+                let of = |meta: ObjectMeta| -> Result<Listed> {
+                    Ok(Listed { path: below_root(self, &meta.location, folder)?, bytes: meta.size, modified_ms: modified_ms(&meta) })
+                };
+                listed.into_iter().map(of).collect::<Result<_>>()?
+            }
+        };
+        found.retain(|listed| is_object(&listed.path));
         found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
         Ok(found)
     }
 
     /// Lists the names of the objects in a folder that sort after `after`, ascending. Costs one request on an object
-    /// store. On local disk, reads the folder but not the metadata of each file, which is the cost of an `object_store`
-    /// listing.
+    /// store. On local disk, reads the folder but not the metadata of each file.
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
         self.counters.add(1, 0, 0);
         let mut names: Vec<String> = match &self.medium {
             Medium::Local(root) => {
-                let path = root.join(folder);
-                let read = tokio::task::spawn_blocking(move || -> std::io::Result<Vec<String>> {
-                    let entries = match std::fs::read_dir(&path) {
-                        Ok(entries) => entries,
-                        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-                        Err(e) => return Err(e),
-                    };
-                    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
-                });
-                let read =
-                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder could not be read: {e}")).object(folder))?;
-                read.map_err(|e| Error::io(folder, e))?
+                let (root, folder) = (root.clone(), folder.to_owned());
+                let entries = blocking(folder.clone(), move || local::entries(&root, &folder)).await?;
+                entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
             }
             Medium::Memory | Medium::Remote => {
                 let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
-                let listed = self.client()?.list_with_offset(Some(&prefix), &offset);
+                let client = self.client()?;
+                let listed = match url_path(&self.url) {
+                    // Names with the path of the URL do not sort as those below the root.
+                    Some(_) => client.list(Some(&prefix)),
+                    None => client.list_with_offset(Some(&prefix), &offset),
+                };
                 let names = listed.map_ok(|meta| meta.location.filename().unwrap_or_default().to_owned());
                 names.try_collect().await.map_err(|e| Error::storage(folder, e))?
             }
@@ -193,7 +191,8 @@ impl Objects {
         if let Medium::Local(root) = &self.medium {
             self.counters.add(objects.len() as u64, 0, 0);
             let root = root.clone();
-            return blocking(self.url.clone(), move || objects.iter().map(|object| file_bytes(&root.join(object), object)).collect()).await;
+            let bytes = move |object: &String| Ok(local::file_of(&root, object)?.map(|found| found.len()));
+            return blocking(self.url.clone(), move || objects.iter().map(bytes).collect()).await;
         }
         let size = |object: String| async move { Ok(self.head_if_present(&object).await?.map(|found| found.bytes)) };
         concurrently(limit, objects.into_iter().map(size)).await
@@ -212,6 +211,9 @@ impl Objects {
     #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
         self.counters.add(1, 0, 0);
+        if let Some(file) = local_file(self, object).await? {
+            return Ok(file);
+        }
         let meta = self.client()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
         Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
     }
@@ -221,7 +223,8 @@ impl Objects {
     #[boxed]
     pub(crate) async fn clock_ms(&self) -> Result<u64> {
         let object = format!("probe/{}", crate::wire::Id::random()?);
-        self.create_unique(&object, Bytes::from_static(b"clock")).await?;
+        // An empty object needs no space on most full disks.
+        self.create_unique(&object, Bytes::new()).await?;
         let now = self.head(&object).await;
         self.delete(&object).await?;
         Ok(now?.modified_ms)
@@ -231,11 +234,57 @@ impl Objects {
     #[boxed]
     pub(crate) async fn delete(&self, object: &str) -> Result<()> {
         self.counters.add(1, 0, 0);
+        match local_file(self, object).await {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+            found => found?,
+        };
         match self.client()?.delete(&self.path(object)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(Error::storage(object, e)),
         }
     }
+}
+
+/// Path below the root of an object in a listing of a folder. A listing of other places must not pass for an empty one.
+fn below_root(objects: &Objects, location: &Path, folder: &str) -> Result<String> {
+    let below = |root: &Path| {
+        let path = location.prefix_match(root)?.map(|part| part.as_ref().to_owned()).collect::<Vec<_>>().join("/");
+        (folder.is_empty() || path.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))).then_some(path)
+    };
+    url_path(&objects.url).as_ref().and_then(below).or_else(|| below(&objects.root)).ok_or_else(|| {
+        let message = format!("the server was asked for the names below `{folder}`, and lists `{location}`");
+        Error::new(ErrorKind::Storage, message).object(&objects.url).clause("README 2.5")
+    })
+}
+
+/// Path of the URL of a web server. Its listings (WebDAV) give names with this path.
+fn url_path(url: &str) -> Option<Path> {
+    let is_web = url.starts_with("http://") || url.starts_with("https://");
+    Path::from_url_path(url::Url::parse(url).ok().filter(|_| is_web)?.path()).ok()
+}
+
+/// Size and time of an object on local disk; `None` on other storage. Fails if it does not exist, or is no regular file.
+pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option<Listed>> {
+    let Medium::Local(root) = &objects.medium else { return Ok(None) };
+    let (root, name) = (root.clone(), object.to_owned());
+    match blocking(object.to_owned(), move || local::file_of(&root, &name)).await? {
+        Some(found) => Ok(Some(Listed::of_file(object.to_owned(), &found))),
+        None => Err(Error::not_found("no such object").object(object)),
+    }
+}
+
+/// Files that interrupted writes have left on local disk, or that are being written. Listings of objects leave them out.
+pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
+    let Medium::Local(root) = &objects.medium else { return Ok(Vec::new()) };
+    let root = root.clone();
+    blocking(objects.url.clone(), move || local::staged(&root)).await
+}
+
+/// Deletes the file of an interrupted write. A file that is already gone is not an error.
+pub(crate) async fn remove_staged_file(objects: &Objects, path: &str) -> Result<()> {
+    let Medium::Local(root) = &objects.medium else { return Ok(()) };
+    let (root, path) = (root.clone(), path.to_owned());
+    blocking(path.clone(), move || local::remove(&root, &path)).await
 }
 
 /// Runs work on local files on a thread that may wait. One hop to such a thread takes longer than most requests.
@@ -244,27 +293,19 @@ async fn blocking<T: Send + 'static>(object: String, work: impl FnOnce() -> Resu
     done.unwrap_or_else(|e| Err(Error::new(ErrorKind::Storage, format!("a task for local files ended early: {e}")).object(object)))
 }
 
-/// Reads a file of at most `max_bytes`.
-fn read_file(path: &std::path::Path, object: &str, max_bytes: u64) -> Result<Bytes> {
+/// Reads the file of an object of at most `max_bytes`.
+fn read_file(root: &std::path::Path, object: &str, max_bytes: u64) -> Result<Bytes> {
+    let absent = || Error::not_found("no such object").object(object);
+    let declared = local::file_of(root, object)?.ok_or_else(absent)?.len();
+    Limits::check(declared, max_bytes, "size of the object").map_err(|e| e.object(object))?;
     let fail = |e: std::io::Error| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::not_found("no such object").object(object).source(e),
+        std::io::ErrorKind::NotFound => absent().source(e),
         _ => Error::io(object, e),
     };
-    let mut file = std::fs::File::open(path).map_err(fail)?;
-    let declared = file.metadata().map_err(fail)?.len();
-    Limits::check(declared, max_bytes, "size of the object").map_err(|e| e.object(object))?;
+    let mut file = std::fs::File::open(root.join(object)).map_err(fail)?;
     let mut bytes = crate::limits::zeroed(crate::limits::to_usize(declared, "an object")?, "an object")?;
     file.read_exact(&mut bytes).map_err(fail)?;
     Ok(bytes.into())
-}
-
-fn file_bytes(path: &std::path::Path, object: &str) -> Result<Option<u64>> {
-    match std::fs::metadata(path) {
-        Ok(found) if found.is_file() => Ok(Some(found.len())),
-        Ok(_) => Ok(None),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(object, e)),
-    }
 }
 
 fn modified_ms(meta: &object_store::ObjectMeta) -> u64 {
@@ -307,4 +348,25 @@ pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) 
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::path::Path;
+
+    use super::{Medium, Objects, below_root};
+    use crate::ErrorKind;
+
+    #[test]
+    fn a_listing_of_a_web_server_names_the_objects_below_its_url() {
+        let listed = |url: &str, root: &str, location: &str| {
+            let objects = Objects::new(url.to_owned(), Medium::Remote, None, Path::from(root), true);
+            below_root(&objects, &Path::from(location), "casks")
+        };
+        assert_eq!(listed("http://host/my%20run", "", "my run/casks/a.cask").unwrap(), "casks/a.cask");
+        assert_eq!(listed("http://host/run", "", "casks/a.cask").unwrap(), "casks/a.cask");
+        assert_eq!(listed("http://host/casks", "", "casks/casks/a.cask").unwrap(), "casks/a.cask");
+        assert_eq!(listed("s3://bucket/run", "run", "run/casks/a.cask").unwrap(), "casks/a.cask");
+        assert_eq!(listed("http://host/run", "", "other/casks/a.cask").unwrap_err().kind(), ErrorKind::Storage);
+    }
 }

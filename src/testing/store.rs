@@ -90,8 +90,8 @@ async fn uploads_arrive(store: &Store) -> Result<()> {
 }
 
 async fn listing_is_complete(store: &Store) -> Result<()> {
-    let folder = format!("listing-{}", Id::random()?);
-    let names: Vec<String> = (0..25).map(|i| format!("{folder}/{i:03}.json")).collect();
+    let folder = format!("offers/contract-{}", Id::random()?);
+    let names: Vec<String> = (0..25).map(|i| format!("{folder}/{}.json", 100 + i)).collect();
     for name in names.iter().rev() {
         store.objects().create_unique(name, Bytes::from_static(b"x")).await?;
     }

@@ -16,6 +16,7 @@ pub(crate) mod index;
 mod inline;
 mod layout;
 mod manifest;
+mod names;
 pub(crate) mod parquet_pages;
 pub(crate) mod part;
 mod postscript;
@@ -46,6 +47,7 @@ pub use tree::{Tree, TreeKey, TreeNode};
 pub(crate) use cursor::{Cursor, Put};
 pub(crate) use errors::{ChunkErrors, ErrorsFile, ShardErrors};
 pub(crate) use layout::{ShardRow, TensorRow};
+pub(crate) use names::{catalog_of, is_object, is_round, snapshot_of};
 pub(crate) use receipt::RankSave;
 pub(crate) use session::{
     ENDED_FOLDER, PARENT_OBJECT, RankStart, RanksEnded, SessionBeginning, SessionMessage, SharedParent, beginning_path, ended_path,

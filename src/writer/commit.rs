@@ -18,7 +18,7 @@ use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Wr
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
     Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms,
-    read_store_file,
+    read_store_file, refuse_lost_log, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
@@ -38,7 +38,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         Some(id) => id,
         None => Id::random()?,
     };
-    let mut log = open_log(store).await?;
+    let mut log = open_log(store, Opening::Fresh).await?;
     let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
         Some(Err(refusal)) => Err(refused(refusal)),
@@ -79,9 +79,18 @@ fn refused(refusal: LeaderRefusal) -> Error {
     Error::new(kind, refusal.to_string()).clause("log 8")
 }
 
+/// Who opens the log of a store for writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Opening {
+    /// A new writer. It refuses a store that has lost its log or `store.json` (log 4.8).
+    Fresh,
+    /// A writer that had the store open. It goes on in what is there now (log 5.7).
+    Again,
+}
+
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
 #[boxed]
-async fn open_log(store: &Store) -> Result<Log> {
+async fn open_log(store: &Store, opening: Opening) -> Result<Log> {
     store.objects().ensure_root()?;
     match read_store_file(store).await {
         Ok(found) => {
@@ -95,6 +104,9 @@ async fn open_log(store: &Store) -> Result<Log> {
             }
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
+            if opening == Opening::Fresh {
+                without_store_file(store).await?.map_or(Ok(()), Err)?;
+            }
             probe(store.objects()).await?;
             let bytes = StoreFile::new(Id::random()?).encode()?;
             let bytes = bytes::Bytes::from(bytes);
@@ -113,7 +125,11 @@ async fn open_log(store: &Store) -> Result<Log> {
         }
         Err(e) => return Err(e),
     }
-    Log::load_whole(store).await
+    let log = Log::load_whole(store).await?;
+    if opening == Opening::Fresh {
+        refuse_lost_log(&log).await?;
+    }
+    Ok(log)
 }
 
 impl Writer {
@@ -162,7 +178,7 @@ impl Writer {
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;
-        let mut log = open_log(&store).await?;
+        let mut log = open_log(&store, Opening::Again).await?;
         let (id, predecessors) = (self.id, &self.predecessors);
         let opened = log.append(id, |state| match state.last_writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(
@@ -195,7 +211,9 @@ impl Writer {
         blobs: Option<&[&Blob<'_>]>,
     ) -> Result<Option<Id>> {
         let Some(existing) = self.log.state().at_step(step) else { return Ok(None) };
-        if self.pipeline.options.existing_step == ExistingStep::Replace {
+        let is_replaced = self.pipeline.options.existing_step == ExistingStep::Replace;
+        // A session cannot leave out a step; the pin moves to the snapshot that replaces it.
+        if is_replaced && (!existing.pinned || self.leader.is_some()) {
             return Ok(Some(existing.id));
         }
         let same = async {
@@ -207,6 +225,11 @@ impl Writer {
         };
         match same.await {
             Ok(true) => Ok(Some(existing.id)),
+            Ok(false) if is_replaced => Err(Error::new(
+                ErrorKind::Conflict,
+                format!("step {step} is pinned, and the store has it with other content; unpin it first (`tensorcask pin --off`) to replace it"),
+            )
+            .object(existing.manifest_path())),
             Ok(false) => Err(Error::new(
                 ErrorKind::Conflict,
                 format!(

@@ -9,7 +9,7 @@ use super::WriterOptions;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent, parts_are_refused};
 use crate::chain::chain_of;
 use crate::commit::{
-    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, load_from, read_manifest, refuse_features, replace_from,
+    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, load_from, load_log, read_manifest, refuse_features, replace_from,
 };
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
@@ -58,7 +58,7 @@ impl HostWriter {
         world: u32,
         options: WriterOptions,
     ) -> Result<Self> {
-        Self::with_log(Log::load(store).await?, store, memory, session, ranks, world, options)
+        Self::with_log(load_log(store).await?, store, memory, session, ranks, world, options)
     }
 
     /// Like [`open_with_mirror`](Self::open_with_mirror), while the store does not answer: takes the log from the mirror. Sends

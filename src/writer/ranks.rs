@@ -12,7 +12,7 @@ use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
 use crate::chain::whole_microseconds;
-use crate::commit::{Log, LogState, Standing, refuse_features};
+use crate::commit::{Log, LogState, Standing, load_log, refuse_features};
 use crate::precision::PrecisionDecision;
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
@@ -83,7 +83,7 @@ impl Store {
         if options.precision.needs_whole_state() && rank.world > 1 {
             return Err(parts_are_refused(rank.world));
         }
-        let log = Log::load(self).await?;
+        let log = load_log(self).await?;
         Ok(RankWriter { part: RankPart::new(self, rank, options), log })
     }
 }
@@ -124,7 +124,7 @@ impl RankWriter {
         let Standing::Stale(stale) = self.log.catch_up().await? else { return Ok(StorePresence::Present) };
         tracing::warn!(error = %stale.error, rank = self.part.rank.rank, "the store was deleted or replaced; reading its log from the start");
         self.part.forget_base();
-        match Log::load(&self.part.pipeline.store).await {
+        match load_log(&self.part.pipeline.store).await {
             Ok(log) => self.log = log,
             // The coordinator creates the store before it commits.
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(StorePresence::Deleted),

@@ -32,6 +32,7 @@ mod faults;
 mod floors;
 mod gradients;
 mod guards;
+mod incomplete;
 mod inline;
 mod maintenance;
 mod mirrors;

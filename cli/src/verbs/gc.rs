@@ -20,7 +20,7 @@ the clock of the storage. So the first run frees no space: run it again after a 
 and compaction.
 
 A writer refuses to commit a save that began more than half the age floor ago. Writers assume a floor of 24h: do not use a
-lower one while a writer runs. If gc cannot read a manifest that it needs, it deletes nothing.
+lower one while a writer runs. If a part of the log or a manifest that it needs is missing or damaged, gc deletes nothing.
 
 Example:
   tensorcask gc runs/a            # only list

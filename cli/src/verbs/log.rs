@@ -12,12 +12,14 @@ use crate::text::{Text, human_seconds};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Checks each entry against the previous one. Times come from the clocks of the writers. `save` is the time from
+#[command(
+    after_help = "Checks each entry against the previous one. If an entry is missing, names it and exits with 3. Times come from the clocks of the writers. `save` is the time from
 the call of a save to its commit, and the stall of the training. The next save of the same process records both. Until then, `save`
 shows the times of encoding and upload.
 
 Example:
-  tensorcask log runs/a")]
+  tensorcask log runs/a"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,

@@ -61,6 +61,8 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct ProblemRow {
     step: Option<u64>,
+    /// All checked steps that need the damaged object.
+    steps: Vec<u64>,
     #[serde(flatten)]
     error: ErrorJson,
 }
@@ -78,14 +80,13 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut problems = Vec::new();
     let mut code = 0;
     for problem in &found.problems {
-        let step = problem.step.map_or(String::new(), |step| format!("step {step}: "));
-        text.line(format!("{step}{}", problem.error));
+        text.line(format!("{}{}", of_steps(&problem.steps), problem.error));
         // The exit code of corruption takes precedence: a script must not miss it.
         code = match problem.error.kind() {
             ErrorKind::Corrupt => code_of(ErrorKind::Corrupt),
             _ => code.max(1),
         };
-        problems.push(ProblemRow { step: problem.step, error: ErrorJson::of(&problem.error) });
+        problems.push(ProblemRow { step: problem.step, steps: problem.steps.clone(), error: ErrorJson::of(&problem.error) });
     }
     let verdict = match found.problems.len() {
         0 => "ok".to_owned(),
@@ -121,6 +122,23 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     Ok(Outcome::new(&report, text)?.with_code(code))
 }
 
+/// Names the steps of a problem in a line of text.
+fn of_steps(steps: &[u64]) -> String {
+    match steps {
+        [] => String::new(),
+        [step] => format!("step {step}: "),
+        _ => {
+            let shown: Vec<String> = steps.iter().take(MAX_SHOWN).map(u64::to_string).collect();
+            let more =
+                steps.len().checked_sub(MAX_SHOWN).filter(|more| *more > 0).map_or(String::new(), |more| format!(" and {more} more"));
+            format!("steps {}{more}: ", shown.join(", "))
+        }
+    }
+}
+
+/// Number of steps that a line of text names.
+const MAX_SHOWN: usize = 20;
+
 /// Sums up the rounding reports of the snapshots. A report above the bound, or an unreadable one, is a problem.
 fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Option<RoundingReport>> {
     let Ok(snapshots) = store.snapshots() else { return Ok(None) };
@@ -136,7 +154,7 @@ fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Opti
             (Err(error), _) if found.is_clean() => Some(error),
             (Err(_), _) => None,
         };
-        found.problems.extend(problem.map(|error| Problem { step: Some(step), error }));
+        found.problems.extend(problem.map(|error| Problem { step: Some(step), steps: vec![step], error }));
     }
     Ok(total)
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::place::{Place, conforms, content, one_object, stdout, training_file};
+use crate::place::{Place, conforms, content, one_object, stderr, stdout, training_file};
 
 #[test]
 fn pinned_steps_are_not_forgotten() {
@@ -213,4 +213,57 @@ fn bash_completes_verbs_and_options() {
     };
     assert_eq!(complete(&["tensorcask", "rest"]).trim(), "restore");
     assert!(complete(&["tensorcask", "save", "--pol"]).contains("--policy"));
+}
+
+/// A full disk refuses every byte, but not deletions. A limit on the size of files has the same effect.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_can_be_freed() {
+    let place = Place::with_training();
+    place.json("compact @run");
+    place.json("forget @run --keep-last 1");
+    let full = |arguments: &str| {
+        let program =
+            format!("ulimit -f 0; trap '' XFSZ; exec \"$0\" {}", arguments.replace('@', &format!("{}/", place.0.path().display())));
+        std::process::Command::new("sh").args(["-c", &program, env!("CARGO_BIN_EXE_tensorcask")]).output().unwrap()
+    };
+    // Nothing was given up yet, and the entry that does so finds no room.
+    let output = full("gc @run --apply --age-floor 0 --json");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("nothing was committed"), "{}", stderr(&output));
+    // What was given up before is deleted.
+    place.json("gc @run --apply");
+    let before = place.casks().len();
+    std::fs::write(place.path("run/casks").join(format!("{}.cask#1", "7".repeat(32))), [0; 4096]).unwrap();
+    let output = full("gc @run --apply --age-floor 0 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report = one_object(&output);
+    assert!(report["freed_bytes"].as_u64() > Some(4096) && place.casks().len() < before, "{report}");
+    assert!(place.casks().iter().all(|cask| cask.extension().is_some_and(|kind| kind == "cask")));
+    place.json("restore @run -o @out");
+    assert_eq!(content(&place.path("out")), content(&training_file(1010)));
+    assert_eq!(place.json("verify @run")["clean"], true);
+}
+
+#[test]
+fn a_lost_log_is_told_by_every_verb() {
+    let place = Place::with_training();
+    let entry = |sequence: u64| place.path(&format!("run/log/{sequence:020}.json"));
+    std::fs::rename(entry(2), place.path("aside")).unwrap();
+    for verb in ["log @run", "gc @run --apply", "forget @run --keep-last 1"] {
+        let (code, error) = place.error(verb);
+        assert_eq!((code, &error["object"]), (3, &json!("log/00000000000000000002.json")), "{verb}: {error}");
+    }
+    std::fs::rename(place.path("aside"), entry(2)).unwrap();
+    std::fs::rename(place.path("run/log"), place.path("aside")).unwrap();
+    for verb in ["ls @run", "log @run", "gc @run", "stat @run", "copy @run @copy", "restore @run -o @out"] {
+        let (code, error) = place.error(verb);
+        assert_eq!((code, &error["object"]), (3, &json!("log/00000000000000000001.json")), "{verb}: {error}");
+    }
+    for verb in ["verify @run", "doctor @run --apply --age-floor 0"] {
+        let output = place.run(&format!("{verb} --json"));
+        assert_eq!(output.status.code(), Some(3), "{verb}: {}", stderr(&output));
+    }
+    std::fs::rename(place.path("aside"), place.path("run/log")).unwrap();
+    assert_eq!(place.json("verify @run")["clean"], true);
 }

@@ -1,0 +1,153 @@
+//! Checks that a log was read as a whole. Spec: `spec/log.md`, clauses 3.1, 4.8 and 7.3.
+//!
+//! A reader stops at the first absent entry. So a log of which entries were lost looks like a shorter one, and a lost log like
+//! that of an empty store. Whoever takes the rest for all deletes or overwrites what the lost entries name.
+
+use std::collections::BTreeSet;
+
+use super::{Catalog, Log, LogState, Standing};
+use crate::error::ResultExt;
+use crate::store::Store;
+use crate::wire::{LogEntry, STORE_FILE};
+use crate::{Error, ErrorKind, Result, boxed};
+
+/// Advice for a log of which a part is missing.
+const PUT_BACK: &str = "put the log back from a copy of the store, or copy the steps that are left into a new place. Nothing was changed";
+/// Number of objects whose existence is asked at once.
+const CONCURRENT_REQUESTS: usize = 32;
+
+/// Reads the log of a store. Fails if the log or `store.json` is gone, while other objects show that there was one: such a store
+/// is not empty.
+#[boxed]
+pub(crate) async fn load_log(store: &Store) -> Result<Log> {
+    let log = match Log::load_part(store).await {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Err(without_store_file(store).await?.unwrap_or(e)),
+        log => log?,
+    };
+    refuse_lost_log(&log).await?;
+    Ok(log)
+}
+
+/// Reads the log for a decision that something is not needed. Fails unless every entry is there, and the catalogs belong to this
+/// log.
+#[boxed]
+pub(crate) async fn load_complete_log(store: &Store) -> Result<Log> {
+    let mut log = load_log(store).await?;
+    log.check_end().await?;
+    check_catalogs(&mut log).await?;
+    check_entries(store, 1, log.state.sequence).await?;
+    Ok(log)
+}
+
+/// Fails if a log is empty and other objects show that it was not.
+#[boxed]
+pub(crate) async fn refuse_lost_log(log: &Log) -> Result<()> {
+    if log.state.sequence > 0 {
+        return Ok(());
+    }
+    // A copy in parts and a session may write casks before the first entry. These objects follow it.
+    let Some(lost) = Contents::of(&log.store, &["log", "catalog", "directories", "snapshots"]).await?.lost_log() else { return Ok(()) };
+    // Another process may have begun the log since it was read.
+    let has_begun = log.store.objects().head_if_present(&LogEntry::path_of(1)).await?.is_some();
+    if has_begun { Ok(()) } else { Err(lost) }
+}
+
+/// Fails if a catalog follows an entry that the log does not have, or if the catalog by which the log was entered is of another
+/// log.
+#[boxed]
+async fn check_catalogs(log: &mut Log) -> Result<()> {
+    for catalog in Catalog::list(&log.store).await? {
+        let Some(sequence) = Catalog::sequence_of(&catalog).filter(|&sequence| sequence > log.state.sequence) else { continue };
+        // Another writer may have written it since the log was read.
+        if let Standing::Stale(stale) = log.catch_up().await? {
+            return Err(stale.error);
+        }
+        if sequence > log.state.sequence {
+            let last = log.state.sequence;
+            let message = format!(
+                "belongs to entry {sequence}, but the log ends with entry {last}: entries were lost, or the log is an older copy; {PUT_BACK}"
+            );
+            return Err(Error::corrupt(message).object(catalog).clause("log 6.4"));
+        }
+    }
+    let Some((sequence, head)) = log.entered else { return Ok(()) };
+    let path = LogEntry::path_of(sequence);
+    let bytes = log.store.objects().get_if_present(&path, log.store.limits().max_entry_bytes).await?;
+    let bytes = bytes.ok_or_else(|| gap(sequence, "although a catalog follows it", "log 6.4"))?;
+    let (_, digest) = LogEntry::decode(&bytes, sequence, log.store.limits()).in_object(path.as_str())?;
+    match digest == head {
+        true => Ok(()),
+        false => {
+            let message = format!("is not the entry that the catalog of entry {sequence} names: log and catalog disagree; {PUT_BACK}");
+            Err(Error::corrupt(message).object(path).clause("log 6.4"))
+        }
+    }
+}
+
+/// Fails if an entry from `first` to `last` is absent.
+#[boxed]
+async fn check_entries(store: &Store, first: u64, last: u64) -> Result<()> {
+    let listed: BTreeSet<String> = store.objects().list("log").await?.into_iter().map(|listed| listed.path).collect();
+    // A listing may lag, so the storage is asked for each entry that it lacks.
+    let unlisted: Vec<u64> = (first..=last).filter(|&sequence| !listed.contains(&LogEntry::path_of(sequence))).collect();
+    for some in unlisted.chunks(CONCURRENT_REQUESTS) {
+        let paths = some.iter().copied().map(LogEntry::path_of).collect();
+        let sizes = store.objects().sizes(paths, CONCURRENT_REQUESTS).await?;
+        if let Some((sequence, _)) = some.iter().zip(sizes).find(|(_, size)| size.is_none()) {
+            return Err(gap(*sequence, &format!("although the log goes on to entry {last}"), "log 3.1"));
+        }
+    }
+    Ok(())
+}
+
+/// Fails if the storage has entries or catalogs after the last entry that was read, or other objects although none was read.
+#[boxed]
+pub(crate) async fn check_log_ends(store: &Store, state: &LogState) -> Result<()> {
+    let mut log = Log { state: state.clone(), ..Log::load_part(store).await? };
+    refuse_lost_log(&log).await?;
+    log.check_end().await?;
+    log.entered = None;
+    check_catalogs(&mut log).await
+}
+
+/// The error for an absent entry.
+fn gap(sequence: u64, why: &str, clause: &'static str) -> Error {
+    let message = format!("is missing, {why}: a part of the log was deleted; {PUT_BACK}");
+    Error::corrupt(message).object(LogEntry::path_of(sequence)).clause(clause)
+}
+
+/// The error for a place with objects of a store, but without `store.json`.
+pub(crate) async fn without_store_file(store: &Store) -> Result<Option<Error>> {
+    let found = Contents::of(store, &["log", "snapshots"]).await?;
+    Ok((!found.0.is_empty()).then(|| {
+        let message =
+            format!("is missing, although {found} are there: put it back from a copy of the store. To give these up, save to a new place");
+        Error::corrupt(message).object(STORE_FILE).clause("log 4.8")
+    }))
+}
+
+/// Number of objects of some folders, without the empty ones.
+pub(crate) struct Contents(Vec<(&'static str, usize)>);
+
+impl Contents {
+    pub(crate) async fn of(store: &Store, folders: &[&'static str]) -> Result<Self> {
+        let count = |folder: &'static str| async move { Ok((folder, store.objects().list(folder).await?.len())) };
+        let counts = crate::store::concurrently(folders.len(), folders.iter().copied().map(count)).await?;
+        Ok(Self(counts.into_iter().filter(|(_, count)| *count > 0).collect()))
+    }
+
+    /// The error for a log without its first entry, if there are objects.
+    pub(crate) fn lost_log(self) -> Option<Error> {
+        (!self.0.is_empty()).then(|| gap(1, &format!("although {self} are there"), "log 4.8"))
+    }
+}
+
+impl std::fmt::Display for Contents {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (at, (folder, count)) in self.0.iter().enumerate() {
+            let objects = if *count == 1 { "object" } else { "objects" };
+            write!(f, "{}{count} {objects} in {folder}/", if at > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
+}
