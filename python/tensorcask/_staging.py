@@ -58,11 +58,16 @@ class Stager:
 
     def __init__(self, state: Any, on_unsupported: OnUnsupported = None) -> None:
         self._sources: dict[Any, torch.Tensor] = {}
+        # Path of a tensor with attributes that a copy in this process has, but not one that is sent to another process.
+        self.described: str | None = None
         self._state = screen(state, on_unsupported, self._note, take=_copied)
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
     def _note(self, tensor: torch.Tensor, path: str) -> None:
         _check_description(tensor, path)
+        own = _own(tensor)
+        if _shards_wrapper(tensor) is None and (is_described_part(own) or any(hasattr(own, name) for name in _DESCRIBING)):
+            self.described = path
         if not _refusals.is_sharded(tensor):
             _refusals.check_torch_data(tensor, path)
         for local in _locals(tensor):

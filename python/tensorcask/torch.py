@@ -167,6 +167,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._sent_stall: float | None = None
         self._last_stall: float | None = None
         self._arenas: list[_staging.Arena] = []
+        # Path of a staged tensor that cannot be sent to another process, and that of one that was.
+        self._described: str | None = None
+        self._sent_described: str | None = None
         # Paths that the planner of the save leaves out, and that its lists need.
         self._empty_mappings: list[tuple[Any, ...]] = []
         self._left_out: list[tuple[Any, ...]] = []
@@ -174,9 +177,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._changed_rows = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas", "_changed_rows")
+        fresh = ("saved", "_described", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas", "_changed_rows")
         kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
-        return kept | {"_sent_stall": self._last_stall}
+        return kept | {"_sent_stall": self._last_stall, "_sent_described": self._described}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
@@ -200,6 +203,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         if not kwargs.get("use_collectives", True):
             raise _native.UnsupportedError("use_collectives=False: one rank has to commit for all ranks. Save with collectives")
         self._is_coordinator = is_coordinator
+        if self._sent_described is not None:
+            raise _native.UnsupportedError(
+                f"{self._sent_described}: a tensor that tells DCP by its attributes which part it is. PyTorch loses them on the way to another "
+                "process. Use async_checkpointer_type=AsyncCheckpointerType.THREAD"
+            )
         state, planner = _planners.saving_call()
         _planners.check_plannable(state, self._on_unsupported)
         self._empty_mappings = _planners.empty_mappings(state, planner)
@@ -359,6 +367,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             _log.warning("a save in the background has failed: %s", last)
         begun = time.monotonic()
         stager = _staging.Stager(state_dict, self._on_unsupported)
+        self._described = stager.described
         arena = _free_arena(self._arenas, stager.sizes)
         if arena is None:
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]

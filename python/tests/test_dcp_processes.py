@@ -71,6 +71,16 @@ def work(url):
     loaded = state(0.0)
     dcp.load(loaded, checkpoint_id="step-2", storage_reader=store.reader())
     assert (loaded["w"].full_tensor() == 2).all() and loaded["step"] == 2.0
+    # On the way to another process, PyTorch loses the attributes that say which part of a tensor a rank has.
+    part = torch.full((4,), 1.0)
+    part.global_shape, part.global_offsets, part.local_offsets, part.local_sizes = (4 * (last + 1),), ((4 * dist.get_rank(),),), ((0,),), ((4,),)
+    try:
+        options = {"storage_writer": store.writer(), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        dcp.async_save({"part": part}, checkpoint_id="step-9", **options).result()
+        told = ""
+    except BaseException as error:
+        told = str(error)
+    assert all("state['part']: a tensor that tells DCP by its attributes" in text for text in every(told)), told
     dist.barrier()
     # The process of one rank is killed: that rank learns of it, the others of the broken connection.
     if dist.get_rank() == last:
