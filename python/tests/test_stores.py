@@ -131,6 +131,15 @@ def damage(url, which):
     cask.write_bytes(data)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("aws_endpoint", "localhost:9000"), ("aws_session_token", "a\nb"), ("aws_region", "us east"), ("user_agent", "\u00fc\n")]
+)
+def test_a_setting_that_the_storage_library_cannot_use_is_an_error(name, value):
+    config = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", name: value}
+    with pytest.raises(tensorcask.InvalidArgumentError, match=name):
+        tensorcask.save({"w": torch.ones(1)}, tensorcask.Store("s3://bucket/run", config), step=1)
+
+
 def test_damage_is_an_error_or_an_older_step_and_a_warning(url, caplog):
     weights = {step: torch.randn(50_000) for step in (1, 2)}
     for step, w in weights.items():
