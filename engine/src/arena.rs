@@ -103,6 +103,23 @@ impl Arena {
         Ok(word.compare_exchange(seen.to_bits(), next.to_bits(), Ordering::AcqRel, Ordering::Acquire).is_ok())
     }
 
+    /// Empties slots whose word is none of the protocol; returns their number. Other slots keep their states. Only the trainer that
+    /// holds the rank's lock may call this, before it attaches to the agent.
+    pub(crate) fn drop_damaged_slots(&self) -> Result<u64> {
+        let words = (0..self.file.slots()).map(|slot| Ok((slot, self.file.field(slot, field::WORD)?))).collect::<Result<Vec<_>>>()?;
+        let newest = words.iter().filter_map(|(_, word)| SlotWord::from_bits(word.load(Ordering::Acquire)));
+        let newest = newest.map(|word| word.generation).max().unwrap_or(0).max(self.encoded()?);
+        let mut damaged = 0;
+        for (_, word) in words {
+            let bits = word.load(Ordering::Acquire);
+            if SlotWord::from_bits(bits).is_none() {
+                let empty = SlotWord { state: SlotState::Empty, generation: newest }.to_bits();
+                damaged += u64::from(word.compare_exchange(bits, empty, Ordering::AcqRel, Ordering::Acquire).is_ok());
+            }
+        }
+        Ok(damaged)
+    }
+
     /// Abandons incomplete copies of a trainer that died; returns their number. Only the trainer that holds the rank's
     /// lock may call this.
     pub(crate) fn abandon_incomplete(&self) -> Result<u64> {

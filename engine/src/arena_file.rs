@@ -118,6 +118,9 @@ impl ArenaFile {
         if !meta.is_file() || meta.uid() != rustix::process::getuid().as_raw() || meta.mode() & 0o077 != 0 {
             return Err(Error::invalid("is not an arena that only this user can access; remove it").object(name));
         }
+        if meta.len() < PAGE as u64 {
+            return Err(Error::corrupt("is no arena").object(name));
+        }
         let mapped = ArenaMemory::map(file, path)?;
         let memory = mapped.shared();
         let read = |offset: usize| memory.word(offset).map(|word| word.load(Ordering::Relaxed));
@@ -127,7 +130,13 @@ impl ArenaFile {
         }
         match read(head::VERSION)? {
             VERSION => {}
-            other => return Err(Error::unsupported(format!("is an arena of version {other}; remove it")).object(name)),
+            other => {
+                let message = format!(
+                    "is an arena of version {other}, and this program knows version {VERSION}. Start the job once more with the version of \
+                     tensorcask that saved it"
+                );
+                return Err(Error::unsupported(message).object(name));
+            }
         }
         let slots = u32::try_from(read(head::SLOTS)?).ok().filter(|slots| SLOTS.contains(slots));
         let slots = slots.ok_or_else(|| corrupt("the arena has an invalid number of slots"))? as usize;

@@ -57,15 +57,16 @@ impl ArenaWriter {
         Ok(Self { folder, population: None, arena: None, generation: 0, attempts, dropped, rows, slots, world, back_pressure, pool })
     }
 
-    /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy; removes an arena that cannot be
-    /// used.
+    /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy. Removes an arena only if it is proven to be
+    /// damaged. Fails, and removes nothing, if it cannot be opened for another reason: it may hold the only copy of a save.
     pub(crate) fn open(&mut self, run: &str) -> Result<()> {
         remove_file(&self.folder.new_arena())?;
         let path = self.folder.arena();
-        if !path.exists() {
-            return Ok(());
-        }
         let opened = Arena::open(&path).and_then(|arena| {
+            let damaged = arena.drop_damaged_slots()?;
+            if damaged > 0 {
+                tracing::warn!(run, damaged, "slots of the existing arena are damaged; their states are not used");
+            }
             let incomplete = arena.abandon_incomplete()?;
             if incomplete > 0 {
                 tracing::warn!(run, incomplete, "the previous trainer died during a save; its incomplete copy is not used");
@@ -74,9 +75,18 @@ impl ArenaWriter {
         });
         match opened {
             Ok(arena) => self.arena = Some(Arc::new(arena)),
-            Err(error) => {
-                tracing::warn!(run, %error, "the existing arena cannot be used; creating another");
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                tracing::warn!(run, %error, "the existing arena is damaged; creating another");
                 remove_file(&path)?;
+            }
+            Err(error) => {
+                let message = format!(
+                    "the shared memory of an earlier process may hold the newest save, and cannot be opened: {}. Nothing was removed. Start \
+                     again once this is solved, or remove the file to do without that save",
+                    error.message()
+                );
+                return Err(Error::new(error.kind(), message).object(path.display().to_string()).source(error));
             }
         }
         Ok(())
@@ -234,7 +244,7 @@ impl ArenaWriter {
             if choose_slot(&words, self.claimable()).is_some() {
                 return Ok(true);
             }
-            if self.back_pressure == BackPressure::Skip {
+            if self.back_pressure == BackPressure::Skip || session.is_ending() {
                 session.notify_waiting()?;
                 return Ok(false);
             }
@@ -252,7 +262,7 @@ impl ArenaWriter {
                 self.close();
                 break;
             }
-            if self.back_pressure == BackPressure::Skip {
+            if self.back_pressure == BackPressure::Skip || session.is_ending() {
                 session.notify_waiting()?;
                 return Ok(false);
             }

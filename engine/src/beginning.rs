@@ -17,7 +17,7 @@ use crate::host_notes::HostNotes;
 use crate::hosts_memory::HostsView;
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
-use crate::lock::lock_file;
+use crate::lock::wait_for_lock;
 use crate::memory_stores::open_mirror;
 use crate::other_hosts::OtherHosts;
 use crate::peers::union_store;
@@ -65,7 +65,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, lim
 /// Returns the log entry after which the session begins, from other ranks of this host, or from the memory of all hosts.
 /// `None` if the store has answered in the meantime: the other hosts have agreed there.
 async fn join_by_hosts(store: &Store, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<u64>> {
-    let _held = lock_file(&run.hosts_lock())?;
+    let _held = wait_for_lock(&run.hosts_lock()).await?;
     let notes = HostNotes::read(run, hosts.session);
     match (notes.known, notes.after) {
         (Some(known), _) => return Ok(Some(known.sequence)),
@@ -104,7 +104,7 @@ async fn join_by_store(store: &Store, hosts: &HostsSpec, run: &RunFolder, rank: 
 /// Copies the log into an empty mirror, with manifests and directories of the newest snapshot. The host can then encode its
 /// first step even if the store stops answering before that.
 async fn fill_mirror(run: &RunFolder, store: &Store) -> Result<()> {
-    let _held = lock_file(&run.hosts_lock())?;
+    let _held = wait_for_lock(&run.hosts_lock()).await?;
     let memory = open_mirror(run)?;
     match SessionLog::open(&memory).await {
         Err(error) if error.kind() == ErrorKind::NotFound => {}

@@ -5,14 +5,16 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::{Error, ErrorKind, Result};
 
+use crate::agent_process::AgentProcess;
 use crate::folders::EngineFolder;
 use crate::framing::{receive, send};
+use crate::interruption::{INTERVAL, Interruption};
 use crate::protocol::{Reply, Request};
 use crate::status::AgentStatus;
 
@@ -26,7 +28,7 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// Process id of the agent.
-    fn agent_pid(&self) -> std::io::Result<Pid> {
+    pub(crate) fn agent_pid(&self) -> std::io::Result<Pid> {
         Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.pid)
     }
 
@@ -39,6 +41,34 @@ impl Connection {
         }
         stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
         Ok(Self { stream: BufReader::new(stream), unread: 0 })
+    }
+
+    /// Receives the reply to the last request. The error is one of the connection.
+    pub(crate) fn reply_by(&mut self, deadline: Instant, interruption: &Interruption) -> std::io::Result<Answer> {
+        while self.unread > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.stream.get_ref().set_read_timeout(Some(left.clamp(Duration::from_millis(1), INTERVAL)))?;
+            match self.stream.fill_buf().map(|_| ()) {
+                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {
+                    if let Err(error) = interruption.check() {
+                        return Ok(Answer::Interrupted(error));
+                    }
+                    if left.is_zero() {
+                        return Ok(Answer::Silence);
+                    }
+                    continue;
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                other => other?,
+            }
+            self.stream.get_ref().set_read_timeout(Some(REPLY_TIMEOUT))?;
+            let reply = receive(&mut self.stream)?;
+            self.unread -= 1;
+            if self.unread == 0 {
+                return Ok(Answer::Reply(reply));
+            }
+        }
+        Ok(Answer::Silence)
     }
 
     /// Sends a request that waits for `wait` at most, and receives its reply. The outer error is one of the connection.
@@ -85,6 +115,15 @@ impl Connection {
     }
 }
 
+/// What came of a request.
+pub(crate) enum Answer {
+    Reply(Result<Reply>),
+    /// No reply has come in time. It may still come.
+    Silence,
+    /// The caller was interrupted.
+    Interrupted(Error),
+}
+
 /// Command that starts an agent.
 #[derive(Debug, Clone)]
 pub(crate) struct AgentCommand {
@@ -102,8 +141,8 @@ impl AgentCommand {
         Self { command, idle_exit }
     }
 
-    /// Connects to the agent; starts one if none listens. The caller must wait for the returned child, if any.
-    pub(crate) fn connect(&self, folder: &EngineFolder) -> Result<(Connection, Option<Child>)> {
+    /// Connects to the agent; starts one if none listens.
+    pub(crate) fn connect(&self, folder: &EngineFolder, interruption: &Interruption) -> Result<(Connection, Option<AgentProcess>)> {
         if let Ok(connection) = Connection::open(folder) {
             return Ok((connection, None));
         }
@@ -119,22 +158,23 @@ impl AgentCommand {
                 }
                 Err(_) => {}
             }
-            match child.try_wait() {
-                Ok(Some(status)) if !status.success() => {
+            interruption.check()?;
+            match child.ended() {
+                Some(status) if !status.success() => {
                     let message = format!("the agent ended immediately with {status}{}", log_tail(&folder.agent_log()));
                     return Err(Error::new(ErrorKind::Storage, message).object(self.command.join(" ")));
                 }
                 // Another agent has the lock. It is about to listen, or about to end.
-                Ok(Some(_)) => {
+                Some(_) => {
                     std::thread::sleep(Duration::from_millis(100));
                     child = self.start(folder)?;
                 }
-                _ => std::thread::sleep(Duration::from_millis(5)),
+                None => std::thread::sleep(Duration::from_millis(5)),
             }
         }
     }
 
-    fn start(&self, folder: &EngineFolder) -> Result<Child> {
+    fn start(&self, folder: &EngineFolder) -> Result<AgentProcess> {
         let log_name = folder.agent_log();
         let fail = |e: std::io::Error| Error::io(log_name.display().to_string(), e);
         let log = OpenOptions::new().create(true).append(true).mode(0o600).open(&log_name).map_err(fail)?;
@@ -150,13 +190,14 @@ impl AgentCommand {
         if std::env::var_os(PURGE_DELAY_VARIABLE).is_none() {
             command.env(PURGE_DELAY_VARIABLE, PURGE_DELAY_MS);
         }
-        command.spawn().map_err(|e| {
+        let child = command.spawn().map_err(|e| {
             let message = format!(
                 "the agent could not be started: {e}. Install the `tensorcask` command (pip install ./python, in a clone of the repository), set \
                  {PROGRAM_VARIABLE} to its path, or start `tensorcask agent` yourself"
             );
             Error::new(ErrorKind::NotFound, message).object(program.as_str()).source(e)
-        })
+        })?;
+        AgentProcess::watch(child).map_err(fail)
     }
 }
 
@@ -224,6 +265,16 @@ pub fn stop_agent(folder: Option<&Path>) -> Result<AgentStatus> {
     }
 }
 
+/// Tells the agent of a folder to remove the memory of a run.
+pub(crate) fn remove_run(folder: &EngineFolder, key: &str) -> Result<()> {
+    let mut agent = Connection::open(folder).map_err(|e| Error::io(folder.socket().display().to_string(), e))?;
+    let reply = agent.request(&Request::Remove { key: key.to_owned() }, Duration::ZERO);
+    match reply.map_err(|e| Error::io("the agent's socket", e))?? {
+        Reply::Status(_) => Ok(()),
+        other => Err(unexpected(other)),
+    }
+}
+
 /// Reports the metrics of the agent of a folder, in the text format of OpenMetrics.
 pub fn agent_metrics(folder: Option<&Path>) -> Result<String> {
     match request(folder, &Request::Metrics {})? {
@@ -237,4 +288,4 @@ const PROGRAM_VARIABLE: &str = "TENSORCASK_AGENT";
 /// Time within which a new agent must listen.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time within which a reply must arrive, in addition to the wait that the request asks for.
-const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(20);

@@ -1,21 +1,24 @@
 //! [`Engine`]: the trainer's interface to save and restore states.
 
 use std::collections::BTreeMap;
+use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use tensorcask::{Blob, Error, ErrorKind, Metadata, RankOffer, Result, StepSelector, TensorView};
-use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
 use crate::agreement::{agree_on, check_beginnings};
 use crate::arena_writer::{ArenaWriter, StateView, current_session};
 use crate::beginning::{join_session, join_timeout};
+use crate::continuation::Continuation;
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness};
 use crate::host_notes::HostNotes;
 use crate::inline_encoder::InlineEncoder;
+use crate::interruption::Interruption;
 use crate::known_tiers::KnownTiers;
 use crate::loadable::loadable;
 use crate::lock::Lock;
@@ -27,7 +30,7 @@ use crate::protocol::{AttachMode, Failure, SaveNote, Until};
 use crate::restore::{RestorePlaces, find};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
-use crate::runtime;
+use crate::runtime::{self, QuickRuntime};
 use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited, check_level};
 use crate::session::Session;
 use crate::slot::SlotState;
@@ -70,11 +73,14 @@ pub struct Engine {
     inline: Option<InlineEncoder>,
     /// Tiers that did not answer at the start.
     unreachable: Vec<UnreachableTier>,
+    continuation: Continuation,
+    /// Whether the ranks have agreed on a step.
+    has_agreed: bool,
     /// Failures up to this generation have been reported to the caller, or belong to an earlier process.
     reported: u64,
     outstanding: OutstandingSave,
     recent: RecentSaves,
-    runtime: Runtime,
+    runtime: QuickRuntime,
     /// Last, so that a successor starts only after everything else is dropped.
     _lock: Lock,
 }
@@ -87,6 +93,16 @@ impl Engine {
     /// From now on this run writes to the store. A job on another host that was writing to the store fails at its next
     /// save.
     pub fn start(options: EngineOptions) -> Result<Self> {
+        Self::begin(options, Interruption::default())
+    }
+
+    /// The same with a check that is called regularly while the start and later calls wait: see
+    /// [`interrupt_with`](Self::interrupt_with).
+    pub fn start_interruptible(options: EngineOptions, check: impl FnMut() -> Result<()> + Send + Sync + 'static) -> Result<Self> {
+        Self::begin(options, Interruption::new(check))
+    }
+
+    fn begin(options: EngineOptions, interruption: Interruption) -> Result<Self> {
         let spec = options.spec()?;
         let folder = EngineFolder::open(options.folder.as_deref())?;
         let run = folder.run(&spec.key);
@@ -102,12 +118,14 @@ impl Engine {
         })?;
         let mut engine = Self {
             arena: ArenaWriter::new(rank, &options)?,
-            runtime: runtime::build("tensorcask-engine", 2)?,
-            session: Session::new(spec, folder.clone(), &options),
+            runtime: QuickRuntime::new(runtime::build("tensorcask-engine", 2)?),
+            session: Session::new(spec, folder.clone(), &options, interruption),
             options,
             run,
             inline: None,
             unreachable: Vec::new(),
+            continuation: Continuation::default(),
+            has_agreed: false,
             reported: 0,
             outstanding: OutstandingSave::default(),
             recent: RecentSaves::default(),
@@ -117,21 +135,37 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Sets a check that is called regularly while a save waits for a slot. If the check fails, the save fails with its
-    /// error and saves nothing. Interpreters use it to run signal handlers.
+    /// Sets a check that is called regularly while a call waits: a save for a slot, a restore for a store, the others for the agent.
+    /// If the check fails, the call fails with its error, and a save saves nothing. Interpreters use it to run signal handlers.
     pub fn interrupt_with(&mut self, check: impl FnMut() -> Result<()> + Send + Sync + 'static) {
         self.session.set_interruption(check);
+    }
+
+    /// Sets a flag. While it is set, no save waits for a slot: a save that finds none is skipped, whatever the back pressure says. Set
+    /// it once this process is about to end: see [`Preemption::flag`](crate::Preemption::flag).
+    pub fn skip_waits_while(&mut self, is_ending: Arc<AtomicBool>) {
+        self.session.set_ending(is_ending);
+    }
+
+    /// Runs work until it is done or the caller is interrupted.
+    fn block_on<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        self.session.interruption().block_on(self.runtime.get()?, work)
     }
 
     /// Opens the memory of a predecessor, discards it if it is out of date, and attaches to the agent.
     fn reconcile(&mut self, folder: &EngineFolder) -> Result<()> {
         // Read before the arena is opened: an agent that removes all arenas does so before it changes these notes.
-        let known_tiers = KnownTiers::read(&self.run);
+        let known_tiers = KnownTiers::read(&self.run)?;
         self.arena.open(&self.session.spec.run)?;
         let local = LocalMemory { known_tiers, has_states: self.arena.newest_complete()? > 0 };
         let check = check_freshness(&self.session.spec, &self.run, &local, self.options.store_timeout);
-        let report = self.runtime.block_on(check)?;
+        let report = self.block_on(check)?;
         self.unreachable = report.unreachable;
+        let raw = match (&report.freshness, self.arena.arena()) {
+            (Freshness::Current, Some(arena)) => arena.headers()?.into_iter().max_by_key(|header| header.word.generation),
+            _ => None,
+        };
+        self.continuation = Continuation::found(report.newest_steps.into_iter().chain(raw.map(|header| header.step)));
         match report.freshness {
             Freshness::Stale(latest) => {
                 self.session.mark_stale(latest);
@@ -148,7 +182,7 @@ impl Engine {
         let progress = self.session.attach(mode)?;
         // The agents must run: without the store, the hosts read from each other where the session begins.
         let limit = join_timeout(self.options.store_timeout, self.unreachable.iter().any(UnreachableTier::is_silent_first));
-        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank, limit))?;
+        self.block_on(join_session(&self.session.spec, &self.run, self.options.rank, limit))?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
         // finished, the store has the states.
         self.arena.close_if_removed();
@@ -156,10 +190,10 @@ impl Engine {
         if is_inline {
             let (tiers, cap) = (self.session.spec.stores()?, self.session.spec.cap(folder)?);
             let open = InlineEncoder::open(&self.run, &tiers, &self.session.spec, cap, self.options.back_pressure);
-            let mut encoder = self.runtime.block_on(open)?;
+            let mut encoder = self.block_on(open)?;
             let newest = self.arena.newest_complete()?.max(progress.encoded).max(progress.durable).max(failed);
-            self.runtime.block_on(encoder.begin_after(newest))?;
-            self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
+            self.block_on(encoder.begin_after(newest))?;
+            self.session.set_last_save(self.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
         }
         self.arena.raise_generation(progress.encoded.max(progress.durable).max(failed));
@@ -171,6 +205,13 @@ impl Engine {
         self.reported = failed.max(newest);
         self.session.memory_was_cleared();
         Ok(())
+    }
+
+    /// Tells the agent renewed credentials of the stores: those in the environment of this process as it is now, and these settings,
+    /// named as in [`EngineOptions::config`]. A job that starts again does this by itself. Fails with `InvalidArgument` if another
+    /// setting has changed, such as the endpoint.
+    pub fn renew_credentials(&mut self, config: &BTreeMap<String, String>) -> Result<()> {
+        self.session.renew(config)
     }
 
     /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory
@@ -197,7 +238,8 @@ impl Engine {
 
     /// Saves a state: all tensors, or the shards of this rank. Returns after copying the state into shared memory.
     ///
-    /// Fails with `Fenced` once another job has taken the store over. Fails with `Storage` if there is too little
+    /// Fails with `Conflict` if this training has restored nothing, and the step is not newer than those that were stored when the
+    /// engine started. Fails with `Fenced` once another job has taken the store over. Fails with `Storage` if there is too little
     /// shared memory for the arena, and, with [`OnAgentLoss::Fail`](crate::OnAgentLoss::Fail), if the agent is gone.
     ///
     /// Tensors may name [changed rows](TensorView::with_changed_rows): those that changed since the call of `save` or
@@ -224,11 +266,12 @@ impl Engine {
         };
         let timer = SaveTimer::start(step);
         self.outstanding.check_none()?;
+        self.continuation.check_save(step, &self.options.store)?;
         inline.note_rows(tensors);
         check_metadata(metadata)?;
         self.session.poll_replies()?;
         let state = StateView { step, tensors, deferred: &[], blobs, metadata };
-        let saved = inline.save(&self.runtime, &mut self.session, &state)?;
+        let saved = inline.save(self.runtime.get()?, &mut self.session, &state)?;
         if saved.is_some() && self.arena.arena().is_some() {
             // Left by an earlier process that did not encode inline; its states are older than this one.
             self.arena.remove()?;
@@ -272,6 +315,7 @@ impl Engine {
             return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
         }
         self.outstanding.check_none()?;
+        self.continuation.check_save(step, &self.options.store)?;
         self.arena.note_rows(tensors, deferred);
         check_metadata(metadata)?;
         self.session.poll_replies()?;
@@ -362,7 +406,7 @@ impl Engine {
         let offer = self.offer()?;
         let offers = match exchange_by_agents(self, round, &offer, timeout)? {
             Some(offers) => offers,
-            None => self.runtime.block_on(exchange_by_store(&self.session.spec, self.options.rank, round, &offer, timeout))?,
+            None => self.block_on(exchange_by_store(&self.session.spec, self.options.rank, round, &offer, timeout))?,
         };
         self.agree(&offers)
     }
@@ -371,7 +415,7 @@ impl Engine {
     pub fn offer(&mut self) -> Result<RankOffer> {
         if self.arena.arena().is_none() {
             // Another rank that started again may have begun another session.
-            self.session.wait(0, Until::Encoded, Duration::ZERO)?;
+            self.session.refresh()?;
         }
         let found: Vec<Loadable> = self.loadable()?.into_iter().take(MOST_OFFERED).collect();
         let snapshots = found.iter().filter_map(|found| Some((found.step, found.snapshot?))).collect();
@@ -396,6 +440,7 @@ impl Engine {
         if let Some(step) = step {
             self.discard_after(step)?;
         }
+        self.has_agreed |= offers.len() > 1;
         if let Some(newest) = offers.iter().filter_map(|offer| offer.attempt).max() {
             let session = current_session(self.arena.arena().map(Arc::as_ref), &self.session)?;
             self.arena.attempts.begin(session, newest.saturating_add(1), step);
@@ -405,8 +450,9 @@ impl Engine {
     }
 
     /// Discards raw states of later steps, which other ranks do not have. They are neither restored nor encoded.
-    /// Returns their number.
+    /// Returns their number. Says also that the training continues from this step, for a job that has loaded the step by itself.
     pub fn discard_after(&mut self, step: u64) -> Result<u64> {
+        self.continuation.note();
         let Some(arena) = self.arena.arena() else { return Ok(0) };
         let discarded = arena.discard(|found| found > step)?;
         if !discarded.is_empty() {
@@ -477,7 +523,7 @@ impl Engine {
 
     /// Lists the steps that this rank can restore, newest first, each with its nearest place. Reads no tensor.
     pub fn loadable(&self) -> Result<Vec<Loadable>> {
-        let found = self.runtime.block_on(loadable(&restore_places(self)))?;
+        let found = self.block_on(loadable(&restore_places(self)))?;
         let known = notes_of(self).and_then(|notes| notes.known);
         // An empty list would mean that nothing was ever saved, and the job would train from the start.
         if found.is_empty() && known.is_some_and(|known| known.continued.iter().any(|session| session.newest.is_some())) {
@@ -504,6 +550,7 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
     let Some(SavedState { generation, time, bytes, dropped }) = saved else {
         return Ok(with_news(&engine.session, &mut engine.reported, Outcome { step, stall: timer.stall(), ..Outcome::default() }));
     };
+    engine.continuation.note();
     engine.arena.raise_generation(generation);
     engine.session.set_last_save(generation);
     engine.recent.note(step, generation);
@@ -529,12 +576,20 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
 fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restored<'e>> {
     let (begun, mut request) = (Instant::now(), request.of_agreed(engine.arena.attempts.agreed()));
     let places = restore_places(engine);
-    let found = engine.arena.pool().install(|| engine.runtime.block_on(find(&places, &mut request)));
+    if engine.session.spec.world > 1 && request.at == StepSelector::Latest && !engine.has_agreed {
+        let run = &engine.session.spec.run;
+        tracing::warn!(
+            run,
+            "the newest step may be another one on other ranks; call agree on all ranks first, and restore the step that it returns"
+        );
+    }
+    let found = engine.arena.pool().install(|| engine.block_on(find(&places, &mut request)));
     let run = &engine.session.spec.run;
     for passed in &request.passed_over {
         tracing::warn!(run, from = %passed.source, step = passed.step, error = %passed.error, "a copy could not be restored");
     }
     let mut restored = found?;
+    engine.continuation.note();
     (restored.passed_over, restored.seconds) = (request.passed_over, begun.elapsed().as_secs_f64());
     tracing::info!(run, step = restored.step, from = %restored.source, seconds = restored.seconds, "restored");
     Ok(restored)
@@ -545,7 +600,7 @@ fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: D
     let spec = &engine.session.spec;
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
     let (run, round) = (&engine.run, Round { name, rank: engine.options.rank, world: spec.world });
-    engine.runtime.block_on(exchange_offers(run, hosts, &others, &round, offer, timeout)).map(Some)
+    engine.block_on(exchange_offers(run, hosts, &others, &round, offer, timeout)).map(Some)
 }
 
 /// Notes of this host about its session, if the run is on many hosts.

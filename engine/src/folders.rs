@@ -7,6 +7,7 @@
 //!     run.json                            description of the run, for the agent
 //!     seen.json seen.lock                 newest known snapshot and writer of each tier
 //!     saves.json                          saves that failed for good, and those that the first tier may lack
+//!     encoding.json                       the save that is being encoded, and how often an agent has died at it
 //!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
@@ -35,6 +36,9 @@ pub(crate) const NOTED_SAVES: &str = "saves.json";
 /// Name of the notes about the steps that wait for their commit, and about the newest durable one.
 pub(crate) const UNDECIDED_SAVES: &str = "undecided.json";
 
+/// Name of the notes about the save that is being encoded.
+pub(crate) const ENCODING_ATTEMPT: &str = "encoding.json";
+
 /// Environment variable that names the engine's folder.
 pub const FOLDER_VARIABLE: &str = "TENSORCASK_ENGINE_DIR";
 
@@ -47,21 +51,23 @@ pub(crate) struct EngineFolder {
 impl EngineFolder {
     /// Opens the folder; creates it if it is missing.
     pub(crate) fn open(folder: Option<&Path>) -> Result<Self> {
-        let root = Self::path(folder);
+        let root = Self::path(folder)?;
         create_private_folder(&root)?;
         Ok(Self { root })
     }
 
     /// Finds the folder; `None` if it is missing.
     pub(crate) fn find(folder: Option<&Path>) -> Option<Self> {
-        let root = Self::path(folder);
+        let root = Self::path(folder).ok()?;
         root.is_dir().then_some(Self { root })
     }
 
-    fn path(folder: Option<&Path>) -> PathBuf {
+    /// The path from the root on: the agent has another working directory.
+    fn path(folder: Option<&Path>) -> Result<PathBuf> {
         let named =
             folder.map(Path::to_owned).or_else(|| std::env::var_os(FOLDER_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from));
-        named.unwrap_or_else(|| PathBuf::from(format!("/dev/shm/tensorcask-{}", rustix::process::getuid().as_raw())))
+        let path = named.unwrap_or_else(|| PathBuf::from(format!("/dev/shm/tensorcask-{}", rustix::process::getuid().as_raw())));
+        std::path::absolute(&path).map_err(|e| Error::io(path.display().to_string(), e))
     }
 
     pub(crate) fn root(&self) -> &Path {
@@ -91,10 +97,16 @@ impl EngineFolder {
         Ok(runs.filter(|run| run.spec().is_file()).collect())
     }
 
-    /// Size of the file system in bytes.
+    /// Size of the file system in bytes. One without a limit can take all memory of the machine.
     pub(crate) fn capacity_bytes(&self) -> Result<u64> {
         let found = rustix::fs::statvfs(&self.root).map_err(|e| Error::io(self.root.display().to_string(), e.into()))?;
-        Ok(found.f_blocks.saturating_mul(found.f_frsize))
+        Ok(match found.f_blocks.saturating_mul(found.f_frsize) {
+            0 => {
+                let memory = rustix::system::sysinfo();
+                memory.totalram.saturating_mul(memory.mem_unit.into())
+            }
+            bytes => bytes,
+        })
     }
 }
 
@@ -214,6 +226,7 @@ impl RunFolder {
         }
         remove_file(&self.root.join(NOTED_SAVES))?;
         remove_file(&self.root.join(UNDECIDED_SAVES))?;
+        remove_file(&self.root.join(ENCODING_ATTEMPT))?;
         remove_file(&self.known_tiers())?;
         remove_file(&self.spec())?;
         self.mark_active()
@@ -262,9 +275,12 @@ pub(crate) fn publish(run: &RunFolder, name: &str, bytes: &[u8]) -> Result<()> {
 
 /// The end of an error message about too little space: free bytes of the file system, and how to get more.
 pub(crate) fn describe_free_space(folder: &Path) -> String {
-    let free = rustix::fs::statvfs(folder).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
+    let free = match rustix::fs::statvfs(folder) {
+        Ok(found) if found.f_blocks == 0 => "no limit, and the machine has no memory left".to_owned(),
+        found => format!("{} free", found.map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize))),
+    };
     format!(
-        "{} has {free} free. Make it larger (mount -o remount,size=..., docker --shm-size, a larger emptyDir of medium Memory), or point \
+        "{} has {free}. Make it larger (mount -o remount,size=..., docker --shm-size, a larger emptyDir of medium Memory), or point \
          {FOLDER_VARIABLE} to a folder with room, or remove the folders of finished runs",
         folder.display()
     )
@@ -294,6 +310,11 @@ mod tests {
     use tensorcask::ErrorKind;
 
     use super::EngineFolder;
+
+    #[test]
+    fn a_relative_folder_is_named_from_the_root_on() {
+        assert_eq!(EngineFolder::path(Some("some/engine".as_ref())).unwrap(), std::env::current_dir().unwrap().join("some/engine"));
+    }
 
     #[test]
     fn a_folder_that_others_can_enter_is_refused() {

@@ -99,7 +99,7 @@ pub(crate) async fn receive_async<T: DeserializeOwned>(input: &mut (impl AsyncBu
 }
 
 /// Version of the protocol.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// Largest size of a message.
 const MAX_BYTES: usize = 16 << 20;

@@ -29,6 +29,8 @@ pub(crate) struct FreshnessReport {
     pub freshness: Freshness,
     /// Whether there is no memory.
     pub is_empty: bool,
+    /// Step of the newest snapshot in each place that answered: memory, if it is current, and the tiers.
+    pub newest_steps: Vec<u64>,
     /// Tiers that did not answer. Memory was trusted in spite of them.
     pub unreachable: Vec<UnreachableTier>,
 }
@@ -88,6 +90,7 @@ async fn compare(
         newest_here = saved_at(store, latest, timeout).await;
     }
     let (mut latest_of, mut is_stale) = (BTreeMap::new(), false);
+    let mut newest_steps = Vec::new();
     for (tier, store) in stores.iter().enumerate() {
         let url = store.url().to_owned();
         let contents = match query_tier(store, timeout).await {
@@ -98,16 +101,17 @@ async fn compare(
             }
         };
         let known = local.known_tiers.tier(store.url()).latest;
+        newest_steps.extend(contents.latest.as_ref().map(|latest| latest.step));
         let latest = contents.latest.as_ref().map(|latest| latest.id);
         let mut continued_elsewhere = match (tier, &contents.latest) {
-            (0, _) if contents.run.is_none() && known.is_some() => {
-                // Deleted, or on a disk that is not mounted: memory may be the only copy.
+            (0, _) if (contents.run.is_none() || contents.records.is_empty()) && known.is_some() => {
+                // Deleted with its log or without, or on a disk that is not mounted: memory may be the only copy.
                 tracing::warn!(
                     store = store.url(),
                     folder = %run.root().display(),
                     "the store is gone; trusting memory (to start from nothing, remove the folder)"
                 );
-                let error = Error::not_found("the store does not exist").object(store.url());
+                let error = Error::not_found("the store, or its log, does not exist").object(store.url());
                 unreachable.push(UnreachableTier { tier, url, error });
                 continue;
             }
@@ -145,12 +149,13 @@ async fn compare(
     }
     if is_stale {
         // Noted later, by the agent, when memory is removed.
-        return Ok(FreshnessReport { freshness: Freshness::Stale(latest_of), is_empty, unreachable });
+        return Ok(FreshnessReport { freshness: Freshness::Stale(latest_of), is_empty, newest_steps, unreachable });
     }
     for (url, latest) in latest_of {
         KnownTiers::update(run, &url, |known| known.latest = latest)?;
     }
-    Ok(FreshnessReport { freshness: Freshness::Current, is_empty, unreachable })
+    newest_steps.extend(memory.stores.iter().rev().find_map(|(_, contents)| contents.latest.as_ref()).map(|latest| latest.step));
+    Ok(FreshnessReport { freshness: Freshness::Current, is_empty, newest_steps, unreachable })
 }
 
 /// The encoded snapshots in memory, by epoch.
@@ -159,13 +164,15 @@ struct EncodedMemory {
 }
 
 impl EncodedMemory {
-    /// Leaves out stores that cannot be read.
+    /// Leaves out damaged stores. Any other failure may pass: without these snapshots, memory would seem to be out of date.
     async fn read(run: &RunFolder, timeout: Duration) -> Result<Self> {
         let mut stores = Vec::new();
         for epoch in run.epochs()? {
             let store = open_epoch(run, epoch)?;
-            if let Ok(contents) = query_tier(&store, timeout).await {
-                stores.push((store, contents));
+            match query_tier(&store, timeout).await {
+                Ok(contents) => stores.push((store, contents)),
+                Err(error) if error.is_damage() => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(Self { stores })
@@ -221,14 +228,14 @@ mod tests {
             memory.save(stored, &state, &[], &Metadata::default()).await.unwrap();
             copy(memory.store(), &tiers[0]).await;
             copy(&tiers[0], &tiers[1]).await;
-            let local = LocalMemory { known_tiers: KnownTiers::read(&run), has_states: true };
+            let local = LocalMemory { known_tiers: KnownTiers::read(&run).unwrap(), has_states: true };
             let report = compare(&spec, &run, &local, read, LIMIT).await.unwrap();
             assert_eq!(report.freshness, Freshness::Current, "step {stored}");
         }
         // Another host has saved a step.
         let mut writer = tiers[0].writer(Policy::Full).await.unwrap();
         writer.save(3, &state, &[], &Metadata::default()).await.unwrap();
-        let local = LocalMemory { known_tiers: KnownTiers::read(&run), has_states: true };
+        let local = LocalMemory { known_tiers: KnownTiers::read(&run).unwrap(), has_states: true };
         let read = EncodedMemory::read(&run, LIMIT).await.unwrap();
         assert!(matches!(compare(&spec, &run, &local, read, LIMIT).await.unwrap().freshness, Freshness::Stale(_)));
     }

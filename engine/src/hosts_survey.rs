@@ -15,7 +15,7 @@ use tensorcask::{Error, Result};
 use crate::damaged_copies::CopyId;
 use crate::files::replace_file;
 use crate::folders::RunFolder;
-use crate::lock::lock_file;
+use crate::lock::wait_for_lock;
 use crate::other_hosts::{HostFolder, OtherHosts, list};
 use crate::peers::{ListedPlace, MEETING, Place};
 
@@ -71,7 +71,7 @@ impl HostsSurvey {
 
     /// The same, for a caller that does not hold the lock.
     pub(crate) async fn locked(run: &RunFolder, session: Id, others: &OtherHosts, wait: SurveyWait) -> Result<Self> {
-        let _held = lock_file(&run.hosts_lock())?;
+        let _held = wait_for_lock(&run.hosts_lock()).await?;
         Self::shared(run, session, others, wait).await
     }
 

@@ -95,7 +95,7 @@ impl InlineEncoder {
                 }
             }
             // No policy can drop an encoded snapshot, because deltas need it.
-            if self.back_pressure != BackPressure::Wait {
+            if self.back_pressure != BackPressure::Wait || session.is_ending() {
                 return Ok(None);
             }
             may_have_room = session.pause(&mut pause)?;

@@ -56,9 +56,18 @@ pub(crate) struct Takeover {
 }
 
 impl KnownTiers {
-    pub(crate) fn read(folder: &RunFolder) -> Self {
-        let found = std::fs::read(folder.known_tiers()).ok().and_then(|json| serde_json::from_slice(&json).ok());
-        found.unwrap_or_default()
+    /// Reads the notes. Missing or damaged notes are empty. Any other failure is an error: without the notes, memory could pass for
+    /// that of another job, and be removed.
+    pub(crate) fn read(folder: &RunFolder) -> Result<Self> {
+        let path = folder.known_tiers();
+        match std::fs::read(&path) {
+            Ok(json) => Ok(serde_json::from_slice(&json).unwrap_or_else(|error| {
+                tracing::warn!(path = %path.display(), %error, "the notes about the tiers are damaged");
+                Self::default()
+            })),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Self::default()),
+            Err(e) => Err(Error::io(path.display().to_string(), e)),
+        }
     }
 
     /// The notes about a tier.
@@ -69,7 +78,7 @@ impl KnownTiers {
     /// Changes the notes about a tier. Trainers and the agent may do so at the same time.
     pub(crate) fn update(folder: &RunFolder, url: &str, change: impl FnOnce(&mut KnownTier)) -> Result<()> {
         let _held = lock_beside(&folder.known_tiers())?;
-        let mut known = Self::read(folder);
+        let mut known = Self::read(folder)?;
         let before = known.clone();
         change(known.tiers.entry(url.to_owned()).or_default());
         if known == before {
@@ -120,10 +129,10 @@ mod tests {
                 });
             }
         });
-        let known = KnownTiers::read(&folder);
+        let known = KnownTiers::read(&folder).unwrap();
         assert!(ids.iter().enumerate().all(|(tier, id)| known.tier(&format!("tier-{tier}")).latest == Some(*id)), "{known:?}");
         KnownTiers::replace(&folder, &BTreeMap::from([("tier-0".to_owned(), Some(ids[1]))])).unwrap();
-        assert_eq!(KnownTiers::read(&folder).tier("tier-0").latest, Some(ids[1]));
-        assert_eq!(KnownTiers::read(&folder).tier("tier-1"), KnownTier::default());
+        assert_eq!(KnownTiers::read(&folder).unwrap().tier("tier-0").latest, Some(ids[1]));
+        assert_eq!(KnownTiers::read(&folder).unwrap().tier("tier-1"), KnownTier::default());
     }
 }

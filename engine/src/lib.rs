@@ -17,6 +17,7 @@
 
 // Ground: the operating system.
 mod clock;
+mod interruption;
 mod runtime;
 
 mod files;
@@ -88,8 +89,12 @@ mod framing;
 mod agent;
 
 // The trainer.
+mod agent_process;
 mod agreement;
 mod connection;
+mod continuation;
+
+mod cleaning;
 mod saving;
 mod session;
 
@@ -131,6 +136,7 @@ mod doctor;
 
 pub use agent::{AgentOptions, Ended, run_agent};
 pub use agreement::{Agreement, agree};
+pub use cleaning::{CleanResult, CleanedRun, Cleaning, clean_runs};
 pub use connection::{agent_metrics, agent_status, stop_agent};
 pub use copy_plan::Deferred;
 pub use doctor::{Check, CheckState, DoctorOptions, DoctorPeers, run_doctor};

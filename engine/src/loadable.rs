@@ -20,7 +20,12 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
             found.add(header.step, Source::Slot, None);
         }
         for epoch in places.run.epochs()?.into_iter().rev() {
-            for record in restorable_snapshots(&open_epoch(places.run, epoch)?).await.unwrap_or_default() {
+            let records = match restorable_snapshots(&open_epoch(places.run, epoch)?).await {
+                Err(error) if error.is_damage() => Vec::new(),
+                // It may pass. Without these steps, the ranks would agree on an older one.
+                records => records?,
+            };
+            for record in records {
                 found.add(record.step, Source::Memory, Some(record.id));
             }
         }
@@ -31,6 +36,7 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
     }
     // In the order of a restore: if the job left a tier behind, that tier may have steps that the job no longer has.
     let stores = places.spec.stores()?;
+    let mut silent = None;
     for tier in restore_order(&stores, places.store_timeout).await.into_iter().filter(|_| !places.is_without_store) {
         let Some(store) = stores.get(tier) else { continue };
         let records = match query_tier(store, places.store_timeout).await {
@@ -41,6 +47,7 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
             Ok(_) => continue,
             Err(error) => {
                 tracing::warn!(run = places.spec.run, tier = store.url(), %error, "this tier does not answer; its steps are not listed");
+                silent = Some(error);
                 continue;
             }
         };
@@ -53,7 +60,11 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
     for step in hosts.iter().flat_map(|hosts| &hosts.committed) {
         found.add(*step, Source::Hosts, None);
     }
-    Ok(found.0)
+    match silent {
+        // An empty list would mean that nothing was ever saved, and the job would train from the start.
+        Some(error) if found.0.is_empty() => Err(error),
+        _ => Ok(found.0),
+    }
 }
 
 /// Steps, newest first.

@@ -6,6 +6,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use rustix::fs::FlockOperation;
 use rustix::process::{Flock, FlockType};
@@ -78,6 +79,16 @@ pub(crate) fn lock_file(path: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// Does the same as [`lock_file`] in a task: whoever waits can be interrupted.
+pub(crate) async fn wait_for_lock(path: &Path) -> Result<File> {
+    loop {
+        if let Some(held) = try_lock_file(path)? {
+            return Ok(held);
+        }
+        tokio::time::sleep(LOCK_POLL).await;
+    }
+}
+
 /// Holds the lock of a file as [`lock_file`] does, unless another holder has it.
 pub(crate) fn try_lock_file(path: &Path) -> Result<Option<File>> {
     let file = open(path)?;
@@ -92,6 +103,9 @@ pub(crate) fn try_lock_file(path: &Path) -> Result<Option<File>> {
 pub(crate) fn lock_beside(path: &Path) -> Result<File> {
     lock_file(&path.with_extension("lock"))
 }
+
+/// Time between looks whether a lock is free.
+const LOCK_POLL: Duration = Duration::from_millis(20);
 
 fn open(path: &Path) -> Result<File> {
     let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);

@@ -10,7 +10,7 @@ use tensorcask::{Error, RankExchange, RankOffer, Result};
 use crate::files::replace_file;
 use crate::folders::{RunFolder, publish};
 use crate::hosts_option::HostsSpec;
-use crate::lock::lock_file;
+use crate::lock::wait_for_lock;
 use crate::other_hosts::OtherHosts;
 use crate::run_spec::RunSpec;
 
@@ -35,7 +35,7 @@ pub(crate) async fn exchange_offers(
     publish(run, &format!("{folder}/{}.json", round.rank), &json)?;
     let agreed = run.meeting().join(&folder).join(AGREED);
     let begun = Instant::now();
-    let _held = lock_file(&run.agreement_lock())?;
+    let _held = wait_for_lock(&run.agreement_lock()).await?;
     if let Some(found) = std::fs::read(&agreed).ok().and_then(|json| serde_json::from_slice::<Offers>(&json).ok()) {
         return Ok(found.ranks);
     }

@@ -24,6 +24,10 @@ impl SharedMemory {
     /// Only the owner of the folder could truncate it.
     pub(crate) fn map(file: &File, name: &Path) -> Result<Self> {
         let map = MmapRaw::map_raw(file).map_err(|e| Error::io(name.display().to_string(), e))?;
+        // A forked child, such as a data loader, would keep the memory after this process has freed it.
+        if let Err(error) = map.advise(Advice::DontFork) {
+            tracing::debug!(%error, "forked processes keep shared memory");
+        }
         Ok(Self { map })
     }
 
@@ -191,6 +195,15 @@ mod tests {
                 assert!(all[..offset].iter().chain(&all[offset + length..]).all(|byte| *byte == 0), "offset {offset}, length {length}");
             }
         }
+    }
+
+    #[test]
+    fn a_forked_process_does_not_inherit_the_memory() {
+        let shared = shared(64 << 10);
+        let address = format!("{:x}-", shared.span().0 as usize);
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let flags = maps.split(&address).nth(1).and_then(|ours| ours.lines().find(|line| line.starts_with("VmFlags:"))).unwrap();
+        assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
     }
 
     #[test]

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::{CodecRules, ObjectiveSetting, Registry};
-use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url};
+use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url, with_absolute_path};
 
 use crate::arena_file::SLOTS;
 use crate::hosts_option::Hosts;
 use crate::peers_option::Peers;
-use crate::run_spec::{RunSpec, run_key};
+use crate::run_spec::{RunSpec, environment_of, run_key};
 
 /// Behaviour of a save while no slot of the arena is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -67,8 +67,8 @@ pub struct EngineOptions {
     pub store: String,
     /// Further tiers. The agent fills each from the previous tier in the background.
     pub next_tiers: Vec<String>,
-    /// Settings of the object stores, as in [`StoreOptions::config`](tensorcask::StoreOptions::config). Without
-    /// credentials here, the agent uses its environment, inherited from the trainer that started it.
+    /// Settings of the object stores, as in [`StoreOptions::config`](tensorcask::StoreOptions::config). Other settings come from the
+    /// environment of this process when the engine starts. The agent uses the same settings, whoever has started it.
     pub config: BTreeMap<String, String>,
     /// Whether files on local disk are synced before a commit.
     pub fsync: bool,
@@ -201,6 +201,7 @@ impl EngineOptions {
         self.retention.map_or(Ok(()), Retention::check)?;
         self.codecs.check(&Registry::default())?;
         let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
+        let environment = environment_of(&tiers);
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
         let (policy, every) = match self.policy {
             Policy::Intermittent { every } => (self.policy.name(), Some(every)),
@@ -210,7 +211,8 @@ impl EngineOptions {
             key: run_key(&run),
             run,
             tiers,
-            config: self.config.clone(),
+            config: self.config.iter().map(|(name, value)| (name.clone(), with_absolute_path(name, value.clone()))).collect(),
+            environment: Some(environment),
             fsync: self.fsync,
             world: self.world,
             keep: self.keep,

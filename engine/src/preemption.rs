@@ -3,6 +3,7 @@
 //! A signal sets a flag and nothing else. The training loop looks at the flag between steps, drains its last save, and ends.
 //! So no save is cut off, and no state is saved in the middle of a step.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -38,6 +39,7 @@ impl Default for PreemptionOptions {
 /// use tensorcask_engine::{Engine, EngineOptions, Preemption, PreemptionOptions};
 /// let mut engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
 /// let preemption = Preemption::watch(PreemptionOptions::default())?;
+/// engine.skip_waits_while(preemption.flag());
 /// for step in 0.. {
 ///     // Train, then save.
 ///     engine.save(step, &tensors, &blobs, &metadata)?;
@@ -53,6 +55,8 @@ impl Default for PreemptionOptions {
 pub struct Preemption {
     grace: Duration,
     notice: Arc<Mutex<Option<Notice>>>,
+    /// Whether there is a notice.
+    flag: Arc<AtomicBool>,
     /// The watching thread ends with the last clone.
     _runtime: Arc<tokio::runtime::Runtime>,
 }
@@ -78,23 +82,30 @@ impl Preemption {
     pub fn watch(options: PreemptionOptions) -> Result<Self> {
         let runtime = runtime::build("tensorcask-preemption", 1)?;
         let notice = Arc::new(Mutex::new(None));
+        let flag = Arc::new(AtomicBool::new(false));
         for number in options.signals {
             let _guard = runtime.enter();
             let mut received =
                 signal(SignalKind::from_raw(number)).map_err(|e| Error::invalid(format!("signal {number} cannot be watched: {e}")))?;
-            let notice = notice.clone();
+            let (notice, flag) = (notice.clone(), flag.clone());
             runtime.spawn(async move {
                 while received.recv().await.is_some() {
-                    note(&notice, &format!("signal {number}"));
+                    note(&notice, &flag, &format!("signal {number}"));
                 }
             });
         }
-        Ok(Self { grace: options.grace, notice, _runtime: Arc::new(runtime) })
+        Ok(Self { grace: options.grace, notice, flag, _runtime: Arc::new(runtime) })
     }
 
     /// Announces the end of the process, for example after a notice of the cloud.
     pub fn request(&self, reason: &str) {
-        note(&self.notice, reason);
+        note(&self.notice, &self.flag, reason);
+    }
+
+    /// A flag that is set once the end of the process is announced, for
+    /// [`Engine::skip_waits_while`](crate::Engine::skip_waits_while): a save that waits for a slot would use up the time.
+    pub fn flag(&self) -> Arc<AtomicBool> {
+        self.flag.clone()
     }
 
     /// Whether the end of the process is announced.
@@ -142,11 +153,12 @@ fn lock(notice: &Mutex<Option<Notice>>) -> MutexGuard<'_, Option<Notice>> {
 }
 
 /// Notes the first announcement.
-fn note(notice: &Mutex<Option<Notice>>, reason: &str) {
+fn note(notice: &Mutex<Option<Notice>>, flag: &AtomicBool, reason: &str) {
     lock(notice).get_or_insert_with(|| {
         tracing::info!(reason, "the end of this process is announced");
         Notice { at: Instant::now(), reason: reason.to_owned() }
     });
+    flag.store(true, Ordering::Relaxed);
 }
 
 const DEFAULT_GRACE: Duration = Duration::from_secs(25);

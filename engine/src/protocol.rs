@@ -37,6 +37,8 @@ pub(crate) enum Request {
     /// The trainer ends normally. With `clear`, the run has finished: its memory is freed once the store has
     /// everything.
     Detach { key: String, rank: u32, clear: bool },
+    /// Remove the memory of a run that no process trains.
+    Remove { key: String },
     /// Report the status.
     Status {},
     /// Report the metrics.
@@ -55,6 +57,9 @@ pub(crate) struct Attach {
     /// Whether the trainer uses the memory that it found.
     #[serde(default)]
     pub trusts_memory: bool,
+    /// Whether the trainer has renewed its credentials since it attached before.
+    #[serde(default)]
+    pub has_new_credentials: bool,
     /// Newest session that the trainer knows.
     pub session: u64,
     /// Newest snapshot of each tier when the trainer looked, by URL.
@@ -92,7 +97,7 @@ pub(crate) struct SaveNote {
 pub(crate) enum Reply {
     /// To all requests about a rank of a run.
     Progress(Progress),
-    /// To `status` and `stop`.
+    /// To `status`, `stop` and `remove`.
     Status(Box<AgentStatus>),
     /// To `metrics`: their text.
     Metrics { text: String },

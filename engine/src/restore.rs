@@ -4,6 +4,7 @@
 //! then the tiers. A damaged copy is passed over; if another tier has the same snapshot, that one is read before an older step.
 
 use std::cmp::Reverse;
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{PassedOver, Restored, Source};
-use crate::run_spec::RunSpec;
+use crate::run_spec::{RunSpec, is_local};
 use crate::tier_query::{newest_step, query_tier, restorable_snapshots, restore_order};
 
 /// The places that a restore searches.
@@ -90,6 +91,11 @@ async fn find_in_memory<'a>(
         if let Some(found) = read_store(places, &store, &tiers, Source::Memory, request).await? {
             return Ok(Some(found));
         }
+        // It may pass, and the tiers may have older steps only.
+        let fails = |passed: &PassedOver| passed.source == Source::Memory && passed.error.kind() == ErrorKind::Storage;
+        if let Some(at) = request.passed_over.iter().position(fails) {
+            return Err(request.passed_over.swap_remove(at).error);
+        }
         is_readable &= store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
     }
     let is_damaged = |kind: ErrorKind, source: &Source| *source == Source::Memory && kind == ErrorKind::Corrupt;
@@ -138,6 +144,10 @@ async fn find_in_tiers(
     let mut tiers = order.into_iter().filter_map(|tier| Some((tier, stores.get(tier)?))).collect::<VecDeque<_>>();
     while let Some((tier, store)) = tiers.pop_front() {
         let source = Source::Tier(tier, store.url().to_owned());
+        if let Err(error) = check_answers(store, places.store_timeout).await {
+            request.pass_over(source, None, error)?;
+            continue;
+        }
         let Some(found) = read_store(places, store, tiers.make_contiguous(), source, request).await? else { continue };
         if tier == 0 {
             // The job continues from the newest snapshot of this tier, so the agent may take the tier over.
@@ -147,6 +157,17 @@ async fn find_in_tiers(
         return Ok(Some(found));
     }
     Ok(None)
+}
+
+/// Fails if a folder does not answer in time: a file system that hangs would keep the restore for ever. Other stores have time
+/// limits of their own.
+async fn check_answers(store: &Store, timeout: Duration) -> Result<()> {
+    if !is_local(store.url()) {
+        return Ok(());
+    }
+    let asked = tokio::time::timeout(timeout, store.history().run()).await;
+    let silent = || Error::new(ErrorKind::Storage, format!("no answer within {timeout:?}; the file system may hang")).object(store.url());
+    asked.map(|_| ()).map_err(|_| silent())
 }
 
 /// Reads the newest raw state that is wanted and undamaged.
@@ -159,7 +180,15 @@ fn find_slot<'a>(
     for (slot, header) in complete_slots(places)?.into_iter().filter(|(_, header)| is_wanted(header)) {
         // With another number of ranks, the part of this rank is not all that it needs.
         let is_share = header.world == places.spec.world || matches!(request.wanted, Wanted::Parts(_));
-        if matches!(request.at, StepSelector::Step(step) if step != header.step) || !is_share {
+        if matches!(request.at, StepSelector::Step(step) if step != header.step) {
+            continue;
+        }
+        if !is_share {
+            let message = format!(
+                "is a raw state of {} ranks, and this job has {}; it can be restored whole once the agent has encoded it",
+                header.world, places.spec.world
+            );
+            request.pass_over(Source::Slot, Some(header.step), Error::unsupported(message))?;
             continue;
         }
         match read_slot(arena, slot, request) {
@@ -175,17 +204,36 @@ pub(crate) fn complete_slots(places: &RestorePlaces<'_>) -> Result<Vec<(usize, S
     let Some(arena) = places.arena else { return Ok(Vec::new()) };
     let mut others: HashMap<u32, Vec<SlotHeader>> = HashMap::new();
     let key = |header: &SlotHeader| (header.session, header.attempt, header.step, header.world);
-    let mut others_have = |header: &SlotHeader| {
-        (0..header.world).filter(|rank| *rank != places.rank).all(|rank| {
-            let open = || Arena::open(&places.run.rank(rank).arena()).and_then(|arena| arena.headers()).unwrap_or_default();
-            others.entry(rank).or_insert_with(open).iter().any(|theirs| key(theirs) == key(header))
-        })
+    let mut others_have = |header: &SlotHeader| -> Result<bool> {
+        for rank in (0..header.world).filter(|rank| *rank != places.rank) {
+            let theirs = match others.entry(rank) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(entry) => entry.insert(headers_of(places.run, rank)?),
+            };
+            if !theirs.iter().any(|theirs| key(theirs) == key(header)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     };
     let views = arena.views()?.into_iter().enumerate();
-    let mut complete: Vec<(usize, SlotHeader)> = views.filter_map(|(slot, view)| Some((slot, view.header?))).collect();
-    complete.retain(|(_, header)| others_have(header));
+    let mut complete: Vec<(usize, SlotHeader)> = Vec::new();
+    for (slot, header) in views.filter_map(|(slot, view)| Some((slot, view.header?))) {
+        if others_have(&header)? {
+            complete.push((slot, header));
+        }
+    }
     complete.sort_by_key(|(_, header)| Reverse(header.word.generation));
     Ok(complete)
+}
+
+/// Headers of the raw states of another rank. None if its arena is missing or damaged. Any other failure may pass, so it does not
+/// count as a missing state.
+fn headers_of(run: &RunFolder, rank: u32) -> Result<Vec<SlotHeader>> {
+    match Arena::open(&run.rank(rank).arena()).and_then(|arena| arena.headers()) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => Ok(Vec::new()),
+        headers => headers,
+    }
 }
 
 /// A store and its number among the tiers.

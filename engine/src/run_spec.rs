@@ -7,9 +7,11 @@ use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{CodecRules, Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
 use tensorcask::{
-    Bandwidth, BaseKeeping, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
+    Bandwidth, BaseKeeping, Environment, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions,
+    WriterOptions, is_credential,
 };
 
+use crate::files::replace_file;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::hosts_option::HostsSpec;
 use crate::peers_option::Peers;
@@ -23,6 +25,9 @@ pub(crate) struct RunSpec {
     pub run: String,
     pub tiers: Vec<String>,
     pub config: BTreeMap<String, String>,
+    /// Variables of the trainer that decide about the tiers. `None` in the description of an older trainer: those of the agent.
+    #[serde(default)]
+    pub environment: Option<Environment>,
     pub fsync: bool,
     pub world: u32,
     pub keep: u32,
@@ -68,6 +73,23 @@ impl RunSpec {
         differs.map_or_else(|| "description".to_owned(), |(name, _)| format!("`{name}`"))
     }
 
+    /// Whether another description means the same run with the same options. Its credentials may be newer.
+    pub(crate) fn is_same_run(&self, other: &Self) -> bool {
+        let plain = |spec: &Self| {
+            let mut spec = spec.clone();
+            spec.config.retain(|name, _| !is_credential(name));
+            spec.environment = spec.environment.as_ref().map(Environment::without_credentials);
+            spec
+        };
+        plain(self) == plain(other)
+    }
+
+    /// Stores the description for later agents, in a file that only this user can read: it may hold credentials.
+    pub(crate) fn write(&self, folder: &RunFolder) -> Result<()> {
+        let json = serde_json::to_vec(self).map_err(|e| Error::invalid(format!("cannot encode the description of a run: {e}")))?;
+        replace_file(&folder.spec(), &json)
+    }
+
     /// Ranks on this host.
     pub(crate) fn local_ranks(&self) -> Range<u32> {
         match &self.hosts {
@@ -90,15 +112,26 @@ impl RunSpec {
     /// config of the store sets them.
     pub(crate) fn store_for_encoder(&self) -> Result<Store> {
         let first = self.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+        self.options_for_encoder().open(first)
+    }
+
+    fn options_for_encoder(&self) -> StoreOptions {
         let mut config = self.config.clone();
         for (key, time) in ENCODER_TIMEOUTS {
             config.entry(key.to_owned()).or_insert_with(|| time.to_owned());
         }
-        self.store_options(&Bandwidth::default(), config).open(first)
+        self.store_options(&Bandwidth::default(), config)
+    }
+
+    /// Opens no store again, but sends all later requests of these stores with the credentials of this description.
+    pub(crate) fn renew(&self, tiers: &[Store], encoder: Option<&Store>) -> Result<()> {
+        tiers.iter().try_for_each(|store| store.renew(&self.store_options(&Bandwidth::default(), self.config.clone())))?;
+        encoder.map_or(Ok(()), |store| store.renew(&self.options_for_encoder()))
     }
 
     fn store_options(&self, bandwidth: &Bandwidth, config: BTreeMap<String, String>) -> StoreOptions {
-        StoreOptions { config, fsync: self.fsync, bandwidth: bandwidth.clone(), ..StoreOptions::default() }
+        let environment = self.environment.clone();
+        StoreOptions { config, environment, fsync: self.fsync, bandwidth: bandwidth.clone(), ..StoreOptions::default() }
     }
 
     /// Bytes of shared memory that encoded snapshots may use.
@@ -144,6 +177,16 @@ fn objective_text<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Re
     })
 }
 
+/// Variables of this process that decide about these tiers. Folders need none.
+pub(crate) fn environment_of(tiers: &[String]) -> Environment {
+    if tiers.iter().all(|tier| is_local(tier)) { Environment::default() } else { Environment::of_process() }
+}
+
+/// Whether a tier is a folder, or memory of this process.
+pub(crate) fn is_local(url: &str) -> bool {
+    url.split_once("://").is_none_or(|(scheme, _)| matches!(scheme, "file" | "memory"))
+}
+
 /// The folder name of a run: a hash, because the run's name may contain any character.
 pub(crate) fn run_key(run: &str) -> String {
     let mut digest = Digest::of(run.as_bytes()).to_hex();
@@ -157,23 +200,38 @@ const ENCODER_TIMEOUTS: [(&str, &str); 2] = [("timeout", "10s"), ("retry_timeout
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
+    use tensorcask::Environment;
     use tensorcask::codec::{Objective, ObjectiveSetting};
 
     use super::RunSpec;
     use crate::options::EngineOptions;
 
     #[test]
+    fn renewed_credentials_are_no_other_options() {
+        let variables = |region: &str, token: &str| {
+            let variable = |(name, value): (&str, &str)| (name.to_owned(), value.to_owned());
+            Environment::from_iter([("AWS_REGION", region), ("AWS_SESSION_TOKEN", token)].map(variable))
+        };
+        let spec = RunSpec { environment: Some(variables("eu", "first")), ..EngineOptions::new("s3://b/run").spec().unwrap() };
+        let renewed = RunSpec { environment: Some(variables("eu", "second")), ..spec.clone() };
+        assert!(spec.is_same_run(&renewed) && spec != renewed);
+        assert!(!spec.is_same_run(&RunSpec { environment: Some(variables("us", "first")), ..spec.clone() }));
+        assert!(!format!("{spec:?}").contains("first"));
+    }
+
+    #[test]
     fn the_description_of_an_older_agent_is_read() {
         let spec = EngineOptions::new("/tmp/run").spec().unwrap();
         let mut stored = serde_json::to_value(&spec).unwrap();
         assert_eq!(serde_json::from_value::<RunSpec>(stored.clone()).unwrap(), spec);
-        for newer in ["statistics", "check", "retention", "codecs"] {
+        for newer in ["statistics", "check", "retention", "codecs", "environment"] {
             stored.as_object_mut().unwrap().remove(newer);
         }
         let fastest = Objective::FASTEST;
         for (weights, name) in [([600, 400, 0], "0.6,0.4,0"), ([fastest.size, fastest.speed, fastest.precision], "fastest")] {
             stored["objective"] = json!(weights);
             let read: RunSpec = serde_json::from_value(stored.clone()).unwrap();
+            assert_eq!(read.environment, None);
             assert_eq!((read.objective.as_str(), read.statistics), (name, false));
             assert!(ObjectiveSetting::from_name(&read.objective).is_ok());
         }

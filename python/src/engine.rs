@@ -564,7 +564,7 @@ fn hosts_from_variables(rank: u32, variables: BTreeMap<String, String>) -> PyRes
 #[pyfunction]
 fn serve(py: Python<'_>, folder: Option<PathBuf>, idle_exit: f64, drain: f64, nice: i32, detach: bool) -> PyResult<u64> {
     let idle_exit = Some(duration("idle_exit", idle_exit)?).filter(|idle| !idle.is_zero());
-    let options = AgentOptions { folder, idle_exit, drain: duration("drain", drain)?, nice, detach };
+    let options = AgentOptions { folder, idle_exit, drain: duration("drain", drain)?, nice, detach, ..AgentOptions::default() };
     match py.detach(|| run_agent(&options)).map_err(|e| raise(&e))? {
         Ended::AnotherRuns | Ended::Drained => Ok(0),
         Ended::Waiting(waiting) => Ok(waiting),

@@ -2,14 +2,14 @@
 
 mod doctor;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::Serialize;
 use tensorcask::Result;
 use tensorcask_engine::{
-    AgentOptions, AgentStatus, Ended, HostsStatus, InitTls, LevelStatus, RunStatus, agent_metrics, agent_status, init_tls, run_agent,
-    stop_agent,
+    AgentOptions, AgentStatus, Cleaning, Ended, HostsStatus, InitTls, LevelStatus, RunStatus, agent_metrics, agent_status, clean_runs,
+    init_tls, run_agent, stop_agent,
 };
 
 use crate::output::Outcome;
@@ -39,6 +39,9 @@ pub(crate) struct Args {
     /// Exit after this time without a trainer and without work, such as 15m; 0 means never
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse::duration)]
     idle_exit: Duration,
+    /// Treat work without progress for this time as no work, such as uploads to a store that is gone; its states stay in shared memory
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
+    abandon_after: Duration,
     /// After a signal to end, continue waiting work for at most this time
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse::duration)]
     drain: Duration,
@@ -60,8 +63,20 @@ enum AgentVerb {
     Metrics,
     /// Check this host and its peers for everything that an agent needs
     Doctor(doctor::Args),
+    /// Show the runs in shared memory that no process trains, and remove them with --apply
+    Clean(CleanArgs),
     /// Make the certificates of a run on many hosts, or renew them
     InitTls(InitTlsArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct CleanArgs {
+    /// Name of the run: the engine's option `run`, or the URL of its store [default: all runs without a change for a day]
+    #[arg(value_name = "RUN")]
+    run: Option<String>,
+    /// Remove the memory. Saves that the store does not have are lost
+    #[arg(long)]
+    apply: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -107,6 +122,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
         }
         Some(AgentVerb::Doctor(args)) => doctor::run(args, folder),
         Some(AgentVerb::InitTls(init)) => make_certificates(init),
+        Some(AgentVerb::Clean(clean)) => clean_up(clean, folder),
         Some(AgentVerb::Metrics) => {
             let metrics = agent_metrics(folder)?;
             let mut text = Text::default();
@@ -126,6 +142,7 @@ fn serve(args: &Args) -> Result<Outcome> {
     let options = AgentOptions {
         folder: args.folder.clone(),
         idle_exit: Some(args.idle_exit).filter(|idle| !idle.is_zero()),
+        abandon_after: args.abandon_after,
         drain: args.drain,
         nice: args.nice,
         detach: args.detach,
@@ -149,6 +166,28 @@ fn make_certificates(args: &InitTlsArgs) -> Result<Outcome> {
     let hosts: Vec<_> = made.hosts.iter().map(|host| serde_json::json!({ "certificate": host.certificate, "key": host.key })).collect();
     let ca = made.ca_key.with_file_name("ca.pem");
     Outcome::new(&serde_json::json!({ "ca": ca, "ca_key": made.ca_key, "hosts": hosts }), text)
+}
+
+fn clean_up(args: &CleanArgs, folder: Option<&Path>) -> Result<Outcome> {
+    let found = clean_runs(folder, args.run.as_deref(), if args.apply { Cleaning::Apply } else { Cleaning::Show })?;
+    let mut text = Text::default();
+    let rows: Vec<Vec<String>> = found
+        .iter()
+        .map(|run| vec![run.run.clone(), human_bytes(run.bytes), human_seconds(run.seconds_since_change), run.result.describe().to_owned()])
+        .collect();
+    match rows.is_empty() {
+        true => text.line("no run is in shared memory"),
+        false => text.table(&["run", ">memory", ">unchanged for", "result"], &rows),
+    }
+    let runs: Vec<_> = found
+        .iter()
+        .map(|run| {
+            serde_json::json!({
+                "run": run.run, "bytes": run.bytes, "seconds_since_change": run.seconds_since_change, "result": run.result.name(),
+            })
+        })
+        .collect();
+    Outcome::new(&serde_json::json!({ "runs": runs }), text)
 }
 
 fn show(status: &AgentStatus) -> Result<Outcome> {

@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent, stop_agent};
@@ -378,4 +379,22 @@ fn a_process_of_another_user_is_refused() {
     assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
     assert!(as_them(&["stop"]).status().unwrap().success());
     agent.wait().unwrap();
+}
+
+/// The system kills agents for want of memory, for example.
+#[test]
+fn agents_that_die_one_after_the_other_are_a_problem() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    for _ in 0..2 {
+        host.kill_agent();
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let problem = engine.wait(Until::Durable, Duration::ZERO).unwrap().problem.unwrap();
+    assert!(problem.contains("2 agents have ended") && problem.contains("signal: 9") && problem.contains("agent.log"), "{problem}");
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(engine.wait(Until::Durable, Duration::ZERO).unwrap().problem, None);
 }

@@ -98,15 +98,27 @@ impl Host {
         child
     }
 
+    /// Starts an agent with these variables, and waits until it listens.
+    pub(crate) fn start_agent_with(&self, variables: &[(&str, &str)]) -> Child {
+        let child = self.agent_command(&[]).envs(variables.iter().copied()).spawn().unwrap();
+        until("the agent listens", || agent_status(Some(&self.engine_folder())).is_ok());
+        child
+    }
+
     /// Runs an agent that ends once it is idle, and checks that it ends with success.
     pub(crate) fn run_agent_until_idle(&self) {
         assert!(self.spawn_agent(&["--idle-exit", "1s"]).wait().unwrap().success());
     }
 
     fn spawn_agent(&self, arguments: &[&str]) -> Child {
+        self.agent_command(arguments).spawn().unwrap()
+    }
+
+    pub(crate) fn agent_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
         command.arg("agent").arg("--folder").arg(self.engine_folder()).args(arguments);
-        command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
+        command.stdout(Stdio::piped()).stderr(Stdio::null());
+        command
     }
 
     /// Waits until a killed agent is gone.

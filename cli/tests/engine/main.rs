@@ -3,10 +3,13 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::little_endian_bytes, reason = "tests")]
 
 mod agents;
+mod arenas;
+mod cleaning;
 mod comebacks;
 mod damage;
 mod deferred;
 mod doctor;
+mod environments;
 mod faults;
 mod guards;
 mod histories;

@@ -120,7 +120,7 @@ fn replicated_tensors_are_stored_once_and_any_part_can_be_restored() {
     assert!(*tensor.data == expected);
     // Another shape is an error.
     let refused = second.restore_parts(1, &wanted(part([ROWS, ROW_BYTES - 1], [0, 0], [1, 10]))).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Template, "{refused}");
     assert!(refused.to_string().contains("wanted is"), "{refused}");
     drop(found);
     // Replicas that differ are reported, and the step is not stored.

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, watch};
 
 use super::attached_rank::AttachedRank;
 use super::metrics::metrics;
-use super::registry::Registry;
+use super::registry::{Credentials, Registry};
 use super::run::Run;
 use super::run_event::Event;
 use crate::framing::{receive_async, send_async};
@@ -146,6 +146,10 @@ impl Agent {
                 Ok(Reply::Progress(progress))
             }
             Request::Metrics {} => metrics(self.status(), &self.registry.committed_saves).map(|text| Reply::Metrics { text }),
+            Request::Remove { key } => {
+                self.registry.remove(&key).await?;
+                Ok(Reply::Status(Box::new(self.status())))
+            }
             Request::Status {} => Ok(Reply::Status(Box::new(self.status()))),
             Request::Stop {} => {
                 self.stop.send_replace(true);
@@ -164,7 +168,9 @@ impl Agent {
         if !request.spec.local_ranks().contains(&rank) {
             return Err(Error::invalid(format!("rank {rank} of {} does not exist on this host", request.spec.world)));
         }
-        let run = self.registry.start(request.spec.clone(), rank).await?;
+        let is_new = request.mode != AttachMode::Continue || request.has_new_credentials;
+        let credentials = if is_new { Credentials::New } else { Credentials::Known };
+        let run = self.registry.start(request.spec.clone(), rank, credentials).await?;
         let attachment = run.attach(request)?;
         attached.retain(|known| known.rank != rank);
         attached.push(AttachedRank { run: run.clone(), rank, attachment });

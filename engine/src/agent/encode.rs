@@ -8,11 +8,13 @@ use tracing::Instrument;
 use tracing::field::Empty;
 
 use super::encoder_queue::{absent_ranks, next_work, remove_former_ranks};
+use super::encoding_attempts::EncodingAttempt;
 use super::retry::Backoff;
 use super::run::Run;
 use super::run_event::{EncodedSave, Event, MemoryContents, RankGeneration};
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection, StateOfRank};
+use super::storage_watch::watched;
 use crate::arena::Arena;
 use crate::folders::describe_free_space;
 use crate::image::StoredState;
@@ -59,7 +61,8 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>, rows: &mut RowTr
     let tier = match memory {
         Some(opened) => opened,
         None => {
-            let opened = MemoryTier::open(&run.folder, &run.tiers, run.spec.writer_options()?, run.spec.world).await?;
+            let opening = MemoryTier::open(&run.folder, &run.tiers, run.spec.writer_options()?, run.spec.world);
+            let opened = watched(run, 0, opening).await?;
             note_memory(run, &opened).await?;
             // The first upload takes the store over, even if there is nothing to upload yet.
             run.wakes.wake_uploaders();
@@ -108,7 +111,7 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
         return Ok(memory.bytes()? < run.cap);
     }
     let (uploaded, uploads) = run.read(|state, _| {
-        let is_working = state.stopped.is_none() && state.tiers.first().is_some_and(|tier| tier.problem.is_none());
+        let is_working = state.stopped.is_none() && state.tiers.first().is_some_and(|tier| tier.obstacle().is_none());
         (state.memory.upload_state(memory.epoch()), if is_working { Uploads::Working } else { Uploads::Failing })
     });
     let (epoch, has_room) = (memory.epoch(), memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await?);
@@ -207,6 +210,14 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, t
     let (begun, step) = (Instant::now(), first.step()?);
     let generation = first.generation();
     let span = tracing::info_span!("encode", run = run.spec.run, step, generation, encode_ms = Empty, bytes_out = Empty, kind = Empty);
+    let attempt = match EncodingAttempt::begin(&run.folder, step, &generations) {
+        Ok(attempt) => attempt,
+        Err(message) => {
+            let generations = by_rank(run, &generations);
+            run.release_and_apply(taken, Event::Failed { generations, step, message })?;
+            return Ok(Turn::Done);
+        }
+    };
     // The bytes may have been damaged since the copy.
     let states: Result<Vec<StoredState<'_>>> =
         taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
@@ -218,6 +229,7 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, t
         Err(error) => Err(Error::new(error.kind(), error.to_string())),
     };
     memory.send_ahead(None);
+    attempt.end();
     let error = match saved {
         Ok(EncodedSnapshot { saved, left_out }) => {
             rows.on_encoded(&saves, &left_out);
@@ -258,9 +270,15 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, t
         false if is_final(&error) => error,
         false => return Err(error),
     };
-    let generations = (0..).zip(generations).map(|(rank, generation)| RankGeneration { rank, generation }).collect();
+    let generations = by_rank(run, &generations);
     run.release_and_apply(taken, Event::Failed { generations, step, message: error.to_string() })?;
     Ok(Turn::Done)
+}
+
+/// The saves of the ranks of this host.
+fn by_rank(run: &Run, generations: &[u64]) -> Vec<RankGeneration> {
+    let saves = (run.spec.local_ranks().start..).zip(generations);
+    saves.map(|(rank, generation)| RankGeneration { rank, generation: *generation }).collect()
 }
 
 /// The saves of taken slots.

@@ -12,6 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final, saves_of, tensors_with_rows};
 use super::encoder_queue::{next_work, remove_former_ranks};
+use super::encoding_attempts::EncodingAttempt;
 use super::first_host::FirstHost;
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
@@ -309,11 +310,21 @@ impl HostEncoder {
         let generations: Vec<RankGeneration> =
             ranks.clone().zip(&taken).map(|(rank, taken)| RankGeneration { rank, generation: taken.generation() }).collect();
         let saves = saves_of(&taken)?;
+        let numbers: Vec<u64> = generations.iter().map(|save| save.generation).collect();
+        let attempt = match EncodingAttempt::begin(&run.folder, key.step, &numbers) {
+            Ok(attempt) => attempt,
+            Err(message) => {
+                work.apply(Event::Dropped(at));
+                run.release_and_apply(taken, RunEvent::Failed { generations, step: key.step, message })?;
+                return Ok(true);
+            }
+        };
         let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("the store was not opened for writing"))?;
         let saved = match states_of(&taken) {
             Ok(states) => save(writer, at, parent, ranks.start, &states, &self.rows, &saves).await,
             Err(error) => Err(error),
         };
+        attempt.end();
         let (pruned, mut will_have_room) = (self.pruned, false);
         if saved.as_ref().is_err_and(is_full) {
             // Also removes what this save has written so far, which would take room from the next attempt.

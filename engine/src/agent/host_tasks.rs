@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use tensorcask::Result;
+use tensorcask::{Error, Result};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::JoinHandle;
 
@@ -21,7 +21,8 @@ use crate::memory_stores::{open_mirror, remove_interrupted_writes};
 
 /// Starts the tasks of a run on many hosts.
 pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<JoinHandle<()>>> {
-    let (store, memory) = (run.spec.store_for_encoder()?, open_mirror(&run.folder)?);
+    let store = run.encoder_store.clone().ok_or_else(|| Error::invalid("the run is not on many hosts"))?;
+    let memory = open_mirror(&run.folder)?;
     // A trainer that holds the lock may be writing to the mirror.
     if let Some(_held) = try_lock_file(&run.folder.hosts_lock())? {
         remove_interrupted_writes(&run.folder)?;

@@ -5,6 +5,7 @@
 //!
 //! Modules are declared from the ground up: a module imports only from modules declared before it.
 
+mod encoding_attempts;
 mod inherited;
 mod judgements;
 
@@ -41,6 +42,8 @@ mod replicas;
 mod report;
 
 mod encoder_queue;
+
+mod storage_watch;
 
 mod encode;
 

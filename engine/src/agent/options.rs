@@ -10,6 +10,9 @@ pub struct AgentOptions {
     pub folder: Option<PathBuf>,
     /// Time without a trainer and without work after which the agent ends; `None` means never.
     pub idle_exit: Option<Duration>,
+    /// Time after which work that makes no progress, such as uploads to a store that is gone, counts as no work. Its states stay in
+    /// shared memory.
+    pub abandon_after: Duration,
     /// Time for which the agent continues its work after it was told to stop. Unfinished work stays in shared memory.
     pub drain: Duration,
     /// Niceness of the process, 0 to 19. Higher values leave more CPU time to other processes.
@@ -21,7 +24,8 @@ pub struct AgentOptions {
 
 impl Default for AgentOptions {
     fn default() -> Self {
-        Self { folder: None, idle_exit: None, drain: Duration::from_secs(300), nice: 5, detach: false }
+        let (abandon_after, drain) = (Duration::from_secs(24 * 3600), Duration::from_secs(300));
+        Self { folder: None, idle_exit: None, abandon_after, drain, nice: 5, detach: false }
     }
 }
 

@@ -21,7 +21,9 @@ use crate::runtime;
 pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
     if options.detach {
         close_inherited();
+        use_all_processors();
     }
+    raise_file_limit();
     let folder = EngineFolder::open(options.folder.as_deref())?;
     let lock = match Lock::acquire(&folder.agent_lock()) {
         Ok(lock) => lock,
@@ -43,6 +45,25 @@ pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
     ended
 }
 
+/// Runs on all processors that this machine or container has. The trainer that started this process may be bound to the few of its
+/// rank. Call this before other threads begin.
+fn use_all_processors() {
+    let mut all = rustix::thread::CpuSet::new();
+    (0..rustix::thread::CpuSet::MAX_CPU).for_each(|processor| all.set(processor));
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &all) {
+        tracing::debug!(%error, "the agent keeps the processors of the process that started it");
+    }
+}
+
+/// Takes as many open files as the system allows: each host of a large run keeps some connections.
+fn raise_file_limit() {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised) {
+        tracing::debug!(%error, "cannot raise the number of open files");
+    }
+}
+
 async fn serve(folder: EngineFolder, options: &AgentOptions) -> Result<Ended> {
     let socket = folder.socket();
     let fail = |e: std::io::Error| Error::io(socket.display().to_string(), e);
@@ -53,7 +74,7 @@ async fn serve(folder: EngineFolder, options: &AgentOptions) -> Result<Ended> {
     let mut signals = Signals::new().map_err(fail)?;
     let agent = Arc::new(Agent::new(Registry::new(folder)));
     agent.registry.adopt_all().await;
-    serve_until_stopped(&agent, &listener, &mut signals, options.idle_exit).await;
+    serve_until_stopped(&agent, &listener, &mut signals, options).await;
     agent.stop.send_replace(true);
     // Serves status requests while it drains, but no new attachments.
     let serving = tokio::spawn({
@@ -65,18 +86,19 @@ async fn serve(folder: EngineFolder, options: &AgentOptions) -> Result<Ended> {
         }
     });
     let waiting = tokio::select! {
-        waiting = agent.registry.drain(options.drain) => waiting,
+        waiting = agent.registry.drain(options.drain, options.abandon_after) => waiting,
         _ = agent.hurry.notified() => agent.registry.waiting(),
         () = signals.stop() => agent.registry.waiting(),
     };
     agent.registry.clear_finished();
+    agent.registry.forget_attempts();
     serving.abort();
     let _ = std::fs::remove_file(&socket);
     Ok(if waiting == 0 { Ended::Drained } else { Ended::Waiting(waiting) })
 }
 
 /// Serves connections until a signal, a `stop` request, or the end of the idle time.
-async fn serve_until_stopped(agent: &Arc<Agent>, listener: &UnixListener, signals: &mut Signals, idle_exit: Option<Duration>) {
+async fn serve_until_stopped(agent: &Arc<Agent>, listener: &UnixListener, signals: &mut Signals, options: &AgentOptions) {
     let mut stop = agent.stop.subscribe();
     let mut last_busy = Instant::now();
     let mut tick = tokio::time::interval(Duration::from_millis(500));
@@ -93,10 +115,11 @@ async fn serve_until_stopped(agent: &Arc<Agent>, listener: &UnixListener, signal
             _ = stop.changed() => break,
             _ = tick.tick() => {
                 agent.registry.clear_finished();
-                if agent.registry.is_busy() {
+                agent.registry.restart_failed().await;
+                if agent.registry.is_busy(options.abandon_after) {
                     last_busy = Instant::now();
                 }
-                if idle_exit.is_some_and(|idle| last_busy.elapsed() >= idle) {
+                if options.idle_exit.is_some_and(|idle| last_busy.elapsed() >= idle) {
                     break;
                 }
             }

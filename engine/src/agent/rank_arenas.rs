@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use tensorcask::Result;
+use tensorcask::{ErrorKind, Result};
 
 use super::run_event::{ArenaSummary, FailedState};
 use crate::arena::Arena;
@@ -20,12 +20,14 @@ pub(super) struct RankArenas {
 impl RankArenas {
     /// Maps the arena of a rank again; `None` if the rank has none.
     pub(super) fn open(&mut self, folder: &RunFolder, rank: u32) -> Result<Option<ArenaSummary>> {
-        let path = folder.rank(rank).arena();
-        if !path.exists() {
-            self.arenas.remove(&rank);
-            return Ok(None);
-        }
-        let arena = Arc::new(Arena::open(&path)?);
+        let arena = match Arena::open(&folder.rank(rank).arena()) {
+            Ok(arena) => Arc::new(arena),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                self.arenas.remove(&rank);
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
         // If this agent has not mapped an arena of the rank before, an earlier agent, now dead, has taken its slots.
         if !self.arenas.contains_key(&rank) {
             arena.give_back_taken()?;

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use tensorcask::{Error, ErrorKind, Result};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 
 use super::attached_rank::{leave_with_locks, note_earlier_ends};
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
+use super::encoding_attempts::forget_attempts;
 use super::host_tasks::spawn_host_tasks;
 use super::metrics::SaveHistograms;
 use super::replicas::spawn_peer_tasks;
@@ -35,7 +37,33 @@ pub(super) struct Registry {
 /// A run, and the tasks that work for it.
 struct ActiveRun {
     run: Arc<Run>,
+    /// Tasks that never end by themselves.
     tasks: Vec<JoinHandle<()>>,
+    /// Tasks that end once they have nothing more to watch.
+    watches: Vec<JoinHandle<()>>,
+}
+
+impl ActiveRun {
+    /// Ends all tasks. Aborted work is repeated, because only commits count.
+    async fn end(self) {
+        for task in self.tasks.into_iter().chain(self.watches) {
+            task.abort();
+            let _ = task.await;
+        }
+    }
+
+    /// The message of a task that has panicked; `None` if none has.
+    fn fault(&mut self) -> Option<String> {
+        while let Some(at) = self.tasks.iter().position(JoinHandle::is_finished) {
+            let ended = self.tasks.remove(at).now_or_never();
+            if let Some(panic) = ended.and_then(Result::err).filter(JoinError::is_panic).map(JoinError::into_panic) {
+                let said = panic.downcast_ref::<String>().cloned();
+                let said = said.or_else(|| panic.downcast_ref::<&str>().map(|said| (*said).to_owned()));
+                return Some(said.unwrap_or_else(|| "it said nothing".to_owned()));
+            }
+        }
+        None
+    }
 }
 
 impl Registry {
@@ -76,7 +104,7 @@ impl Registry {
 
     async fn adopt(&self, folder: &RunFolder) -> Result<()> {
         let spec = RunSpec::read(folder).ok_or_else(|| Error::corrupt("the folder has no valid description of a run"))?;
-        let run = self.start(spec, 0).await?;
+        let run = self.start(spec, 0, Credentials::New).await?;
         for rank in run.folder.ranks()?.into_iter().filter(|rank| run.spec.local_ranks().contains(rank)) {
             // The trainer of the rank replaces an arena that cannot be used.
             if let Err(error) = run.adopt(rank) {
@@ -89,15 +117,15 @@ impl Registry {
         let running = note_earlier_ends(&run);
         let watch = tokio::spawn(leave_with_locks(running));
         match self.lock().get_mut(&run.spec.key) {
-            Some(active) => active.tasks.push(watch),
+            Some(active) => active.watches.push(watch),
             None => watch.abort(),
         }
         Ok(())
     }
 
     /// Finds the run of a description for one of its ranks, or starts it. A run with the same key but other options is
-    /// replaced, unless other ranks are connected to it.
-    pub(super) async fn start(&self, spec: RunSpec, rank: u32) -> Result<Arc<Run>> {
+    /// replaced, unless other ranks are connected to it. A run with other credentials gets these if they are new.
+    pub(super) async fn start(&self, spec: RunSpec, rank: u32, credentials: Credentials) -> Result<Arc<Run>> {
         // The key becomes a folder name.
         if spec.key != run_key(&spec.run) {
             return Err(Error::invalid("the key of a run does not match its name"));
@@ -105,15 +133,18 @@ impl Registry {
         let _one_at_a_time = self.starting.lock().await;
         let known = self.lock().get(&spec.key).map(|active| active.run.clone());
         if let Some(run) = known {
-            if run.spec == spec {
+            if run.spec.is_same_run(&spec) {
+                if credentials == Credentials::New {
+                    run.renew(&spec)?;
+                }
                 return Ok(run);
             }
             check_replaceable(&run, &spec, rank)?;
+            // The tasks must end before the new ones begin.
             let replaced = self.lock().remove(&spec.key);
-            for task in replaced.map(|active| active.tasks).unwrap_or_default() {
-                // Aborted work is repeated, because only commits count. It must end before the new tasks begin.
-                task.abort();
-                let _ = task.await;
+            if let Some(replaced) = replaced {
+                replaced.end().await;
+                forget_attempts(&run.folder);
             }
         }
         let key = spec.key.clone();
@@ -126,16 +157,16 @@ impl Registry {
             }
         };
         tasks.extend(spawn_peer_tasks(&run));
-        self.lock().insert(key, ActiveRun { run: run.clone(), tasks });
+        self.lock().insert(key, ActiveRun { run: run.clone(), tasks, watches: Vec::new() });
         Ok(run)
     }
 
     /// Ends finished runs and frees their memory.
     pub(super) fn clear_finished(&self) {
-        self.lock().retain(|_, ActiveRun { run, tasks }| {
+        self.lock().retain(|_, ActiveRun { run, tasks, watches }| {
             let is_done = run.is_done();
             if is_done {
-                tasks.iter().for_each(JoinHandle::abort);
+                tasks.iter().chain(watches.iter()).for_each(JoinHandle::abort);
                 if let Err(error) = run.folder.clear() {
                     tracing::warn!(run = run.spec.run, %error, "cannot remove the memory of a finished run");
                 }
@@ -144,15 +175,59 @@ impl Registry {
         });
     }
 
-    /// Whether a trainer is connected or work is left.
-    pub(super) fn is_busy(&self) -> bool {
-        self.runs().iter().any(|run| run.read(|state, _| state.is_attached()) || !run.is_quiet())
+    /// Begins runs anew that have a task which ended by a fault of the agent. Their trainers connect again.
+    pub(super) async fn restart_failed(&self) {
+        let mut failed = Vec::new();
+        self.lock().retain(|_, active| match active.fault() {
+            None => true,
+            Some(said) => {
+                failed.push((active.run.clone(), said, std::mem::take(&mut active.tasks)));
+                active.watches.iter().for_each(JoinHandle::abort);
+                false
+            }
+        });
+        for (run, said, tasks) in failed {
+            ActiveRun { run: run.clone(), tasks, watches: Vec::new() }.end().await;
+            let message = format!("a task of the agent failed, and was started again: {said}. Please report this");
+            tracing::error!(run = run.spec.run, message);
+            if let Err(error) = self.adopt(&run.folder).await {
+                tracing::error!(run = run.spec.run, %error, "the run cannot be started again");
+                continue;
+            }
+            if let Ok(again) = self.find(&run.spec.key) {
+                again.apply(Event::TaskFailed { message });
+            }
+        }
     }
 
-    /// Waits until no work is left, or for this time; returns the number of states and snapshots that still wait.
-    pub(super) async fn drain(&self, limit: Duration) -> u64 {
+    /// Whether a trainer is connected, or work is left that has made progress within this time.
+    pub(super) fn is_busy(&self, abandon_after: Duration) -> bool {
+        self.runs().iter().any(|run| run.read(|state, _| state.is_attached()) || works(run, abandon_after))
+    }
+
+    /// Removes the memory of a run that no process trains, whatever waits in it.
+    pub(super) async fn remove(&self, key: &str) -> Result<()> {
+        let _one_at_a_time = self.starting.lock().await;
+        let run = self.find(key)?;
+        if run.read(|state, _| state.is_attached()) || run.spec.local_ranks().any(|rank| run.has_process(rank)) {
+            return Err(Error::new(ErrorKind::Conflict, "the run is being trained").object(&run.spec.run));
+        }
+        let removed = self.lock().remove(key);
+        if let Some(removed) = removed {
+            removed.end().await;
+        }
+        run.folder.clear()
+    }
+
+    /// Forgets attempts to encode that this agent gives up because it was told to end.
+    pub(super) fn forget_attempts(&self) {
+        self.runs().iter().for_each(|run| forget_attempts(&run.folder));
+    }
+
+    /// Waits until no work is left that makes progress, or for this time; returns the number of states and snapshots that still wait.
+    pub(super) async fn drain(&self, limit: Duration, abandon_after: Duration) -> u64 {
         let begun = Instant::now();
-        while begun.elapsed() < limit && self.runs().iter().any(|run| !run.is_quiet()) {
+        while begun.elapsed() < limit && self.runs().iter().any(|run| works(run, abandon_after)) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         self.waiting()
@@ -178,6 +253,20 @@ impl Registry {
             runs,
         }
     }
+}
+
+/// Whether work is left that has made progress within this time.
+fn works(run: &Run, abandon_after: Duration) -> bool {
+    !run.is_quiet() && run.time_without_progress() < abandon_after
+}
+
+/// Whether the credentials in a description are newer than those that the agent knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Credentials {
+    /// A trainer starts, or has renewed them.
+    New,
+    /// A trainer connects again, with those that it has had since it started.
+    Known,
 }
 
 /// Checks whether a run may be replaced by one with other options.
@@ -248,6 +337,28 @@ mod tests {
         assert_eq!(run.read(|state, _| [0, 1].map(|rank| saves_no_more(state, rank))), [true, true]);
     }
 
+    #[tokio::test]
+    async fn a_task_that_panics_is_started_again_and_reported() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&place.path().join("engine"))).unwrap();
+        let spec = EngineOptions::new(place.path().join("store").to_str().unwrap()).spec().unwrap();
+        let registry = Registry::new(folder);
+        let run = registry.start(spec, 0, super::Credentials::New).await.unwrap();
+        registry.restart_failed().await;
+        assert!(std::sync::Arc::ptr_eq(&run, &registry.find(&run.spec.key).unwrap()), "no task has failed");
+        let failing = tokio::spawn(async { std::panic::panic_any("index out of bounds".to_owned()) });
+        while !failing.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        registry.lock().get_mut(&run.spec.key).unwrap().tasks.push(failing);
+        registry.restart_failed().await;
+        let again = registry.find(&run.spec.key).unwrap();
+        assert!(!std::sync::Arc::ptr_eq(&run, &again));
+        let problem = again.progress(0).problem.unwrap();
+        assert!(problem.contains("index out of bounds") && problem.contains("started again"), "{problem}");
+        assert!(registry.lock().get(&run.spec.key).unwrap().tasks.iter().all(|task| !task.is_finished()));
+    }
+
     /// After the agent was replaced, one trainer may finish before another one has connected again. The folder of the run holds the
     /// memory of that other trainer.
     #[test]
@@ -258,7 +369,7 @@ mod tests {
         let spec = EngineOptions { world: 2, ..EngineOptions::new(store) }.spec().unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let registry = Registry::new(folder);
-        let run = runtime.block_on(registry.start(spec, 0)).unwrap();
+        let run = runtime.block_on(registry.start(spec, 0, super::Credentials::New)).unwrap();
         let [_first, second] = [0, 1].map(|rank| {
             let rank = run.folder.rank(rank);
             rank.create().unwrap();

@@ -47,7 +47,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             memory_cap_bytes: run.cap,
             replicas,
             peers_problem,
-            problem: state.problem.clone(),
+            problem: state.fault.clone().or(state.problem.clone()),
             stopped: state.stopped.clone(),
             saves: state.saves.saves().cloned().collect(),
         }
@@ -71,5 +71,5 @@ fn slots(arena: &Arena) -> Vec<SlotStatus> {
 }
 
 fn tier(url: &str, state: &TierState) -> TierStatus {
-    TierStatus { url: url.to_owned(), last_step: state.last_step, pending: state.pending, problem: state.problem.clone() }
+    TierStatus { url: url.to_owned(), last_step: state.last_step, pending: state.pending, problem: state.obstacle().cloned() }
 }

@@ -1,8 +1,9 @@
 //! A run: applies events to its [`RunState`] and performs the resulting actions.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
+use tensorcask::{AheadUploads, Bandwidth, Result, Store};
 use tokio::sync::watch;
 
 use super::judgements::{Judgement, Judgements};
@@ -13,7 +14,6 @@ use super::run_event::{Action, Attachment, Event};
 use super::run_parts::TierState;
 use super::run_state::RunState;
 use super::wakes::Wakes;
-use crate::files::replace_file;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::host_notes::HostNotes;
 use crate::lock::is_held;
@@ -29,6 +29,8 @@ pub(super) struct Run {
     pub spec: RunSpec,
     pub folder: RunFolder,
     pub tiers: Vec<Store>,
+    /// Many hosts: the first tier, for the encoder.
+    pub encoder_store: Option<Store>,
     /// Bytes of shared memory that encoded snapshots may use.
     pub cap: u64,
     /// Limit of the bytes that this host sends for the run: uploads to all tiers, and replicas.
@@ -38,6 +40,8 @@ pub(super) struct Run {
     /// Counts the events, for requests that wait for a change.
     changes: watch::Sender<u64>,
     replicas: Mutex<ReplicaBoard>,
+    /// Time of the last progress.
+    progressed: Mutex<Instant>,
     committed_saves: SaveHistograms,
 }
 
@@ -57,10 +61,10 @@ impl Run {
     pub(super) fn new(spec: RunSpec, folder: &EngineFolder, committed_saves: SaveHistograms) -> Result<Self> {
         let run = folder.run(&spec.key);
         run.create()?;
-        let json = serde_json::to_vec(&spec).map_err(|e| Error::invalid(format!("cannot encode the description of a run: {e}")))?;
-        replace_file(&run.spec(), &json)?;
+        spec.write(&run)?;
         let bandwidth = Bandwidth::new(spec.peers.as_ref().and_then(|peers| peers.bandwidth));
         let tiers = spec.stores_within(&bandwidth)?;
+        let encoder_store = spec.hosts.as_ref().map(|_| spec.store_for_encoder()).transpose()?;
         let cap = spec.cap(folder)?;
         let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
         let state = RunState::new(tiers.len(), encode);
@@ -79,13 +83,24 @@ impl Run {
             }),
             wakes: Wakes::new(tiers.len()),
             tiers,
+            encoder_store,
             changes: watch::Sender::new(0),
             replicas: Mutex::default(),
+            progressed: Mutex::new(Instant::now()),
             committed_saves,
             spec,
         };
         lost.into_iter().try_for_each(|action| run.perform(&mut run.lock(), action))?;
         Ok(run)
+    }
+
+    /// Sends all later requests to the tiers with the credentials of another description of this run.
+    pub(super) fn renew(&self, spec: &RunSpec) -> Result<()> {
+        spec.renew(&self.tiers, self.encoder_store.as_ref())?;
+        spec.write(&self.folder)?;
+        // Work that was refused is tried again at once.
+        self.wakes.wake_uploaders();
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -95,6 +110,11 @@ impl Run {
     /// State of the copies of other hosts.
     pub(super) fn replicas(&self) -> MutexGuard<'_, ReplicaBoard> {
         self.replicas.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Time since a trainer attached or saved, or a save got further.
+    pub(super) fn time_without_progress(&self) -> Duration {
+        self.progressed.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
     }
 
     /// Reads the state and the arenas.
@@ -112,6 +132,9 @@ impl Run {
 
     /// Performs all actions; returns the first error.
     fn apply_locked(&self, shared: &mut Shared, event: Event) -> Result<()> {
+        if event.is_progress() {
+            *self.progressed.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        }
         match event {
             Event::SavedSnapshot { .. } => shared.judgements.clear(),
             Event::MemoryCleared => shared.judgements.on_memory_cleared(),

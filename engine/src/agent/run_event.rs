@@ -55,8 +55,23 @@ pub(super) enum Event {
     NothingToUpload { tier: usize, sources: BTreeSet<u64> },
     /// An upload failed; the uploader will try again.
     UploadFailed { tier: usize, message: String },
+    /// The storage of a tier has not answered for some time (`message`), or answers again.
+    TierSilent { tier: usize, message: Option<String> },
+    /// A task of the agent has failed by a fault of its own, and was started again.
+    TaskFailed { message: String },
     /// Another job has taken the first tier over since the uploader read these orders.
     Fenced { orders: TierOrders, why: String },
+}
+
+impl Event {
+    /// Whether the run gets further.
+    pub(super) fn is_progress(&self) -> bool {
+        match self {
+            Self::Attached(_) | Self::SavedSnapshot { .. } | Self::Encoded(_) => true,
+            Self::Uploaded(upload) => upload.copied > 0,
+            _ => false,
+        }
+    }
 }
 
 /// An action that follows from an event.

@@ -143,12 +143,19 @@ pub(super) struct TierState {
     /// Number of snapshots that the tier lacks.
     pub pending: u64,
     pub problem: Option<String>,
+    /// Problem that the storage does not answer.
+    pub silence: Option<String>,
 }
 
 impl TierState {
+    /// Reason why the tier has not everything.
+    pub(super) fn obstacle(&self) -> Option<&String> {
+        self.problem.as_ref().or(self.silence.as_ref())
+    }
+
     /// Whether the tier has everything and accepts uploads.
     pub(super) fn is_up_to_date(&self) -> bool {
-        self.is_known && !self.orders.take_over && self.pending == 0 && self.problem.is_none()
+        self.is_known && !self.orders.take_over && self.pending == 0 && self.obstacle().is_none()
     }
 }
 

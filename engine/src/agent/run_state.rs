@@ -51,6 +51,8 @@ pub(super) struct RunState {
     pub stopped: Option<String>,
     /// Current problem of the encoder.
     pub problem: Option<String>,
+    /// A fault of a task of the agent, until the next upload.
+    pub fault: Option<String>,
     /// Whether a trainer may be restoring, so that no snapshot may be removed from memory.
     pub is_restoring: bool,
     /// Whether the run has finished: its memory is freed once the tiers have everything.
@@ -73,6 +75,7 @@ impl RunState {
             lost: BTreeSet::new(),
             stopped: None,
             problem: None,
+            fault: None,
             is_restoring: true,
             is_finished: false,
         }
@@ -178,6 +181,17 @@ impl RunState {
                 if tier == 0 { fail_removed(self, &sources) } else { Vec::new() }
             }
             Event::UploadFailed { tier, message } => self.on_upload_failed(tier, message),
+            Event::TierSilent { tier, message } => {
+                if let Some(tier) = self.tiers.get_mut(tier) {
+                    tier.silence = message;
+                }
+                // The encoder may fill memory further while a tier takes nothing.
+                vec![Action::WakeEncoder]
+            }
+            Event::TaskFailed { message } => {
+                self.fault = Some(message.clone());
+                vec![Action::LogProblem { tier: None, message }]
+            }
             Event::Fenced { orders, why } => {
                 // A trainer that has attached since takes the tier over.
                 if self.tiers.first().is_some_and(|first| first.orders.count != orders.count) {
@@ -389,6 +403,9 @@ impl RunState {
             known.is_known = true;
             known.pending = known.pending.saturating_sub(upload.pending_before);
             (known.problem, known.last_step) = (None, upload.step.or(known.last_step));
+            if upload.copied > 0 {
+                self.fault = None;
+            }
             if let (1.., Some(next)) = (upload.copied, self.tiers.get_mut(upload.tier + 1)) {
                 next.pending += upload.copied;
                 actions.push(Action::WakeUploader(upload.tier + 1));
@@ -438,8 +455,12 @@ impl RunState {
     }
 
     fn on_upload_failed(&mut self, tier: usize, message: String) -> Vec<Action> {
-        let mut actions = vec![Action::LogProblem { tier: Some(tier), message: message.clone() }];
+        let mut actions = Vec::new();
         if let Some(known) = self.tiers.get_mut(tier) {
+            // A storage that is gone for weeks must not fill the log.
+            if known.problem.as_ref() != Some(&message) {
+                actions.push(Action::LogProblem { tier: Some(tier), message: message.clone() });
+            }
             known.problem = Some(message);
         }
         // The upload may have copied a part, so the number of snapshots that the next tier lacks is unknown.
@@ -476,7 +497,7 @@ impl RunState {
     /// Progress of the saves of a rank.
     pub(super) fn progress(&self, rank: u32, waiting_states: u64) -> Progress {
         let state = self.ranks.get(&rank);
-        let tier_problem = self.tiers.iter().find_map(|tier| tier.problem.clone());
+        let tier_problem = self.tiers.iter().find_map(|tier| tier.obstacle().cloned());
         Progress {
             encoded: state.map_or(0, |state| state.encoded),
             replicated: state.map_or(0, |state| state.replicated),
@@ -487,7 +508,7 @@ impl RunState {
             session: self.session,
             unusable_epoch: self.memory.unusable.last().copied(),
             stopped: self.stopped.clone(),
-            problem: self.problem.clone().or(tier_problem),
+            problem: self.fault.clone().or(self.problem.clone()).or(tier_problem),
             queue_depth: self.queue_depth(waiting_states),
         }
     }

@@ -53,7 +53,7 @@ pub(super) fn is_new_writer(known: &KnownTier) -> bool {
 /// Opens a copier that writes to a tier; takes the tier over if necessary.
 pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, source: &Store, destination: &Store) -> Result<Copier> {
     let (url, options) = (destination.url(), CopyOptions::default());
-    let known = KnownTiers::read(&run.folder).tier(url);
+    let known = KnownTiers::read(&run.folder)?.tier(url);
     // The same writer id as before, because the store may be another copy of the previous one.
     let same = known.taking_over.map(|takeover| takeover.id).or(known.writer.filter(|_| !orders.take_over));
     let id = same.map_or_else(Id::random, Ok)?;
@@ -105,7 +105,7 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
     let newest = records.iter().rposition(is_restorable);
     let Some((latest, later)) = newest.and_then(|at| records[at..].split_first()) else { return Ok(()) };
     // The known snapshot may have been forgotten since: by `forget_abandoned`, or by hand. Then an older one is the latest.
-    let known = KnownTiers::read(&run.folder).tier(destination.url()).latest;
+    let known = KnownTiers::read(&run.folder)?.tier(destination.url()).latest;
     if known.is_some_and(|known| latest.id == known || later.iter().any(|record| record.id == known)) {
         return Ok(());
     }

@@ -1,0 +1,104 @@
+//! The agent works for a run with the settings and credentials of its trainer, not with those of whoever started the agent.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+use super::host::*;
+
+/// A server that knows no object, and refuses to store any. It notes the access key of each request.
+struct Server {
+    endpoint: String,
+    keys: Arc<Mutex<Vec<String>>>,
+}
+
+impl Server {
+    fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let keys = Arc::new(Mutex::new(Vec::new()));
+        let noted = keys.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                answer(&mut stream.unwrap(), &noted);
+            }
+        });
+        Self { endpoint, keys }
+    }
+
+    fn keys(&self) -> Vec<String> {
+        self.keys.lock().unwrap().clone()
+    }
+
+    fn forget(&self) {
+        self.keys.lock().unwrap().clear();
+    }
+}
+
+fn answer(stream: &mut TcpStream, keys: &Mutex<Vec<String>>) {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).unwrap_or(0) == 1 {
+        head.push(byte[0]);
+    }
+    let head = String::from_utf8_lossy(&head).into_owned();
+    if let Some(key) = head.split("Credential=").nth(1).and_then(|rest| rest.split('/').next()) {
+        keys.lock().unwrap().push(key.to_owned());
+    }
+    let is_listing = head.starts_with("GET") && head.contains("list-type=2");
+    let (status, body) = match head.split(' ').next() {
+        Some("GET") if is_listing => ("200 OK", "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
+        Some("GET") => ("404 Not Found", "<Error><Code>NoSuchKey</Code></Error>"),
+        Some("HEAD") => ("404 Not Found", ""),
+        _ => ("403 Forbidden", "<Error><Code>AccessDenied</Code></Error>"),
+    };
+    let _ = write!(stream, "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len());
+}
+
+/// Variables of a process that saves to a server.
+fn variables<'a>(server: &'a Server, key: &'a str) -> Vec<(&'a str, &'a str)> {
+    vec![
+        ("AWS_ENDPOINT", &server.endpoint),
+        ("AWS_ALLOW_HTTP", "true"),
+        ("AWS_REGION", "eu-central-1"),
+        ("AWS_ACCESS_KEY_ID", key),
+        ("AWS_SECRET_ACCESS_KEY", "secret-of-the-test"),
+        ("TEST_STORE", "s3://bucket/run"),
+    ]
+}
+
+#[test]
+fn the_agent_uses_the_environment_of_each_trainer() {
+    let host = Host::new();
+    let (other, own) = (Server::start(), Server::start());
+    let mut agent = host.start_agent_with(&variables(&other, "OTHER"));
+    let trainer = |key: &str| {
+        let words = variables(&own, key).into_iter().chain([("TEST_STEPS", "1")]).collect::<Vec<_>>();
+        let mut trainer = host.trainer(&words);
+        while trainer.says().unwrap()[0] != "done" {}
+        trainer
+    };
+    let mut first = trainer("FIRST");
+    first.kill();
+    own.forget();
+    // The trainer is gone, so these requests are the agent's.
+    until("the agent asks the trainer's server", || own.keys().iter().any(|key| key == "FIRST"));
+    // The next start of the job has other credentials, and the agent lives on.
+    let mut second = trainer("SECOND");
+    second.kill();
+    own.forget();
+    until("the agent has the renewed credentials", || own.keys().iter().any(|key| key == "SECOND"));
+    own.forget();
+    until("the agent goes on", || !own.keys().is_empty());
+    assert!(own.keys().iter().all(|key| key == "SECOND"), "{:?}", own.keys());
+    assert!(other.keys().is_empty(), "{:?}", other.keys());
+    // Secrets are in files of this user alone.
+    let runs = std::fs::read_dir(host.engine_folder()).unwrap().map(|entry| entry.unwrap().path().join("run.json"));
+    let description = runs.into_iter().find(|path| path.exists()).unwrap();
+    assert!(std::fs::read_to_string(&description).unwrap().contains("secret-of-the-test"));
+    let mode = std::os::unix::fs::PermissionsExt::mode(&description.metadata().unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    assert!(!host.agent_log().contains("secret-of-the-test"));
+    host.kill_agent();
+    agent.wait().unwrap();
+}
