@@ -130,7 +130,7 @@ def tuples_of_tensors(side):
 
 @row("Values", differs=SAFE)
 def python_sets(side):
-    """A set or a complex number as a value."""
+    """A set as a value."""
     return kind_of_error(lambda: [side.save({"w": torch.ones(1), "tags": {1}}), "saved"][1])
 
 
