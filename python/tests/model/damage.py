@@ -67,9 +67,14 @@ class Harm:
 
     @property
     def rotten(self) -> list[str]:
-        """Objects that were read by a writer that lives on, and have kept their size. No writer reads them again for each save."""
+        """Casks and entries that were read by a writer that lives on, and have kept their size: no writer reads them for each save."""
         same_size = [name for name, data in self.left.items() if len(data) == len(self.originals[name])]
-        return [name for name in same_size if not name.startswith("directories")]
+        return [name for name in same_size if name.startswith(("casks", "log"))]
+
+    @property
+    def below_catalog(self) -> list[str]:
+        """Damaged entries that no reader with the newest catalog reads."""
+        return [name for name in self.left if name.startswith("log") and name <= self.before.entry_of_catalog]
 
     @property
     def seen(self) -> Truth:
@@ -275,12 +280,14 @@ class Damages:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, RuntimeError) and not isinstance(error, tensorcask.Error):
                 raise self._fail(harm, text) from error
-            if not (harm.touches("store.json", "directories") or harm.hits_log):
+            # A writer that lives on makes a lost store.json anew.
+            unnamed = harm.touches("store.json") and (harm.left or not harm.verb.startswith("living"))
+            if not (unnamed or harm.touches("directories") or harm.hits_log):
                 raise self._fail(harm, f"refused a save, which needs none of the damaged objects: {text}") from error
             return text
         self._check_save(harm, step, "")
         catalogs = {name: self._place.read(name) for name in self._place.names("catalog")}
-        if catalogs and not any(name < harm.before.entry_of_catalog for name in harm.originals if name.startswith("log")):
+        if catalogs and not harm.below_catalog:
             for name in catalogs:
                 self._place.unlink(name)
             self._check_save(harm, step, " without the catalogs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -24,6 +24,12 @@ class Contents:
     owner: str | None = None
     # The log may lack an entry below others, and then writers may fail.
     gap: bool = False
+    # store.json is lost. A writer that has the store open makes it anew; others cannot tell whose store it is.
+    unnamed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.gap and not self.unnamed
 
 
 class Violation(AssertionError):
@@ -81,9 +87,10 @@ class Sequence:
             self._say(f"{who} saves step {step}: {name}: {error}")
             if has_to_work or not str(error).strip():
                 raise Violation(f"{who} failed to save step {step}: {name}: {error}") from error
-            if isinstance(error, tensorcask.CorruptionError) and not self._contents.gap:
+            if isinstance(error, tensorcask.CorruptionError) and self._contents.is_whole:
                 raise Violation(f"{who} calls a whole store corrupt: {error}") from error
             return False
+        self._contents.unnamed = False
         self.outcomes[f"{who}: saved"] += 1
         self._say(f"{who} saves step {step}")
         try:
@@ -95,10 +102,10 @@ class Sequence:
     def _ours(self, who: str, act: Callable[[int], Any]) -> None:
         owner = self._contents.owner
         takes_over = who not in self._known or owner in self._known[who]
-        if self._save(who, act, has_to_work=not self._contents.gap and takes_over):
+        if self._save(who, act, has_to_work=self._contents.is_whole and takes_over):
             self._known.setdefault(who, {None, "us"}).add(owner)
             self._contents.owner = "us"
-        elif not self._contents.gap:
+        elif self._contents.is_whole:
             # Another job writes there: continues as the error says.
             self._stores[0] = tensorcask.Store(self._place.url)
             self._known.pop("first store", None)
@@ -119,11 +126,11 @@ class Sequence:
 
     def _by_engine(self) -> None:
         assert self._engine is not None
-        if self._save("engine", self._engine.save, has_to_work=not self._contents.gap):
+        if self._save("engine", self._engine.save, has_to_work=self._contents.is_whole):
             self._contents.owner = "us"
 
     def _theirs(self, who: str, act: Callable[[int], Any]) -> None:
-        if self._save(who, act, has_to_work=not self._contents.gap):
+        if self._save(who, act, has_to_work=self._contents.is_whole):
             self._others += 1
             self._contents.owner = f"other {self._others}"
 
@@ -147,27 +154,31 @@ class Sequence:
 
     def _backup(self) -> None:
         self._say("the store is copied")
-        self._kept.append((self._place.copy(), Contents(self._contents.owner, self._contents.gap)))
+        self._kept.append((self._place.copy(), replace(self._contents)))
 
     def _put_back(self) -> None:
         if self._kept:
             kept, contents = self._random.choice(self._kept)
             self._say(f"an older copy is put in its place: {contents}")
             self._place.put_back(kept)
-            self._contents = Contents(contents.owner, contents.gap)
+            self._contents = replace(contents)
 
     def _remove(self) -> None:
         kind = self._random.choice(KINDS)
         if self._place.remove(kind, self._random):
             self._say(f"one of {kind} is removed")
-            # Without its catalog a log needs the entries before it.
-            self._contents.gap |= kind in ("log", "catalog")
+            self._note_loss(kind)
 
     def _remove_all(self) -> None:
         kind = self._random.choice(KINDS)
         if self._place.remove_all(kind):
             self._say(f"all of {kind} are removed")
-            self._contents.gap |= kind in ("log", "catalog")
+            self._note_loss(kind)
+
+    def _note_loss(self, kind: str) -> None:
+        # Without its catalog a log needs the entries before it.
+        self._contents.gap |= kind in ("log", "catalog")
+        self._contents.unnamed |= kind == "store.json"
 
     def _exchange(self) -> None:
         self._say("mounted or unmounted")
