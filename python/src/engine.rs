@@ -1,10 +1,12 @@
 //! `Engine`: the trainer's side of the asynchronous engine, and the agent process.
 
 use std::collections::BTreeMap;
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -20,11 +22,15 @@ use tensorcask_engine::{
 };
 
 use crate::errors::raise;
+use crate::logging;
 use crate::room::{Memory, Room, rooms_of};
 use crate::writer::{ChangedRows, Lent, NamedBytes, Shard, metadata_of, name_changed_rows, poisoned};
 
 /// Interval between checks for signals.
 const INTERVAL: Duration = Duration::from_millis(100);
+/// Pauses between questions of a wait.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
@@ -43,16 +49,60 @@ pub(crate) struct Engine {
     inner: Mutex<Option<tensorcask_engine::Engine>>,
     /// Process that the engine belongs to.
     pid: u32,
-    /// Exception that a signal handler raised while a save waited.
+    signals: Signals,
+    /// Whether the end of this process is announced, so that no save waits for a slot.
+    is_ending: Arc<AtomicBool>,
+}
+
+/// Runs signal handlers while an operation waits.
+#[derive(Clone, Default)]
+struct Signals {
+    /// Exception that a signal handler has raised.
     raised: Arc<Mutex<Option<PyErr>>>,
-    /// Thread that runs signal handlers while an operation waits.
-    asking: Arc<Mutex<Option<ThreadId>>>,
+    /// Threads that run signal handlers now.
+    asking: Arc<Mutex<HashSet<ThreadId>>>,
+}
+
+impl Signals {
+    /// Runs the handlers of signals that have arrived, if this is the main thread. Fails if one has raised an exception.
+    fn check(&self) -> tensorcask::Result<()> {
+        let own = std::thread::current().id();
+        lock(&self.asking).insert(own);
+        let checked = Python::attach(|py| py.check_signals());
+        lock(&self.asking).remove(&own);
+        if let Err(error) = checked {
+            *lock(&self.raised) = Some(error);
+        }
+        match lock(&self.raised).is_some() {
+            true => Err(Error::new(ErrorKind::Conflict, "interrupted; nothing was saved")),
+            false => Ok(()),
+        }
+    }
+
+    /// Takes the exception that a signal handler has raised.
+    fn take_raised(&self) -> Option<PyErr> {
+        lock(&self.raised).take().or_else(logging::take_raised)
+    }
+
+    /// Whether this thread runs a signal handler in the middle of an operation.
+    fn are_running_here(&self) -> bool {
+        logging::is_logging_here() || lock(&self.asking).contains(&std::thread::current().id())
+    }
+}
+
+/// The exception that a signal handler has raised, or otherwise the exception for `error`.
+fn told(signals: &Signals, error: &Error) -> PyErr {
+    signals.take_raised().unwrap_or_else(|| raise(error))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Location of a state: `slot`, `memory` or `tier`, and the URL of a tier.
 type Place = (&'static str, Option<String>);
-/// Whether the wait succeeded, step and reason of each failed save, and the cause of the delay.
-type Waited = (bool, Vec<(u64, String)>, Option<String>);
+/// Whether the wait succeeded, step and reason of each failed save, the cause of the delay, and whether this save has failed.
+type Waited = (bool, Vec<(u64, String)>, Option<String>, bool);
 /// Name, dtype, global shape, first index and extent per dimension, and the position of another row with the same
 /// bytes.
 type DeferredRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Option<usize>);
@@ -65,34 +115,34 @@ impl Engine {
     #[new]
     fn new(py: Python<'_>, store: &str, options: &Bound<'_, PyDict>) -> PyResult<Self> {
         let options = options_of(store, options)?;
-        let raised = Arc::new(Mutex::new(None));
-        let slot = Arc::clone(&raised);
-        let asking = Arc::new(Mutex::new(None));
-        let thread = Arc::clone(&asking);
-        let mut asked = Instant::now();
+        let signals = Signals::default();
+        let (asked_by_engine, mut asked) = (signals.clone(), Instant::now());
         let ask = move || {
-            if asked.elapsed() < INTERVAL {
+            let has_raised = lock(&asked_by_engine.raised).is_some();
+            if !has_raised && asked.elapsed() < INTERVAL {
                 return Ok(());
             }
             asked = Instant::now();
-            let note = |id| {
-                if let Ok(mut thread) = thread.lock() {
-                    *thread = id;
-                }
-            };
-            note(Some(std::thread::current().id()));
-            let checked = Python::attach(|py| py.check_signals());
-            note(None);
-            checked.map_err(|error| {
-                if let Ok(mut slot) = slot.lock() {
-                    *slot = Some(error);
-                }
-                Error::new(ErrorKind::Conflict, "interrupted; nothing was saved")
-            })
+            asked_by_engine.check()
         };
-        let mut engine = py.detach(|| tensorcask_engine::Engine::start(options)).map_err(|e| raise(&e))?;
-        engine.interrupt_with(ask);
-        Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised, asking })
+        let is_ending = Arc::new(AtomicBool::new(false));
+        let started = py.detach(|| tensorcask_engine::Engine::start_interruptible(options, ask));
+        let mut engine = started.map_err(|error| told(&signals, &error))?;
+        engine.skip_waits_while(is_ending.clone());
+        Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), signals, is_ending })
+    }
+
+    /// Says whether this process is about to end: no save waits for a slot then. Signal handlers may call it at any time.
+    fn set_ending(&self, is_ending: bool) {
+        self.is_ending.store(is_ending, Ordering::Relaxed);
+    }
+
+    /// Tells the agent the credentials in the environment of this process, and these settings.
+    fn renew_credentials(&self, py: Python<'_>, config: BTreeMap<String, String>) -> PyResult<()> {
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        let renewed = py.detach(|| engine.renew_credentials(&config));
+        self.done(renewed)
     }
 
     /// Copies a state into shared memory. Returns a summary of the save. `changed_rows` lists, for some tensors, the rows that
@@ -119,7 +169,7 @@ impl Engine {
             name_changed_rows(&mut views, &changed_rows)?;
             engine.save(step, &views, &blobs, &metadata)
         });
-        facts_of(py, &saved.map_err(|error| self.told(&error))?)
+        facts_of(py, &self.done(saved)?)
     }
 
     /// Begins a save whose tensors `deferred` are written later. Each row has name, dtype, global shape, first index,
@@ -156,7 +206,7 @@ impl Engine {
             name_all_changed_rows(&mut views, &mut deferred, changed_rows)?;
             engine.begin_save(step, &views, &deferred, &blobs, &metadata)
         });
-        Ok(Saving { inner: Mutex::new(Some(begun.map_err(|error| self.told(&error))?)) })
+        Ok(Saving { inner: Mutex::new(Some(self.done(begun)?)) })
     }
 
     /// Ends a save whose buffers have all been written. Returns a summary of the save.
@@ -165,7 +215,8 @@ impl Engine {
         let saving = saving.ok_or_else(|| PyValueError::new_err("this save has ended"))?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
-        facts_of(py, &py.detach(|| engine.finish_save(saving)).map_err(|error| self.told(&error))?)
+        let saved = py.detach(|| engine.finish_save(saving));
+        facts_of(py, &self.done(saved)?)
     }
 
     /// Restores a step, or the newest step. `parts` restricts some tensors to a part.
@@ -192,11 +243,22 @@ impl Engine {
         let mut memory = Memory { ask, answers, rooms: Vec::new() };
         let places = places.clone().unbind();
         let (found, refused) = py.detach(|| {
+            // Moved here: only one thread may receive.
+            let asked = asked;
             std::thread::scope(|scope| {
                 let restoring = scope.spawn(move || Ok((engine.restore_into(at, parts.as_ref(), &mut memory)?, memory.rooms)));
                 let mut refused = None;
                 // Calls Python on this thread, because its objects may depend on the thread.
-                for question in asked {
+                loop {
+                    let question = match asked.recv_timeout(INTERVAL) {
+                        Ok(question) => question,
+                        Err(RecvTimeoutError::Timeout) => {
+                            // The restore asks whether a handler has raised.
+                            let _ = self.signals.check();
+                            continue;
+                        }
+                        Err(RecvTimeoutError::Disconnected) => break,
+                    };
                     let rooms = Python::attach(|py| rooms_of(py, question, &places)).map_err(|error| refused = Some(error));
                     // Fails only if the restore no longer waits for the answer.
                     let _ = answer.send(rooms.ok());
@@ -208,7 +270,7 @@ impl Engine {
             return Err(error);
         }
         let found = found.map_err(|_| raise(&Error::new(ErrorKind::Storage, "the restore ended in a crash")))?;
-        let (found, rooms) = found.map_err(|e: Error| raise(&e))?;
+        let (found, rooms) = self.done(found)?;
         for (tensor, room) in found.tensors.iter().zip(&rooms) {
             if let Room::Reader(reader) = room {
                 reader.call1(py, (tensor.data.as_ptr() as usize, tensor.data.len()))?;
@@ -229,14 +291,16 @@ impl Engine {
     fn prepare(&self, py: Python<'_>, state_bytes: u64) -> PyResult<()> {
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
-        py.detach(|| engine.prepare(state_bytes)).map_err(|e| raise(&e))
+        let prepared = py.detach(|| engine.prepare(state_bytes));
+        self.done(prepared)
     }
 
     /// Returns the steps that can be restored here, newest first, with their locations.
     fn loadable(&self, py: Python<'_>) -> PyResult<Vec<(u64, Place)>> {
         let mut engine = self.lock(py)?;
         let engine = &*opened(&mut engine)?;
-        let found = py.detach(|| engine.loadable()).map_err(|e| raise(&e))?;
+        let found = py.detach(|| engine.loadable());
+        let found = self.done(found)?;
         Ok(found.iter().map(|found| (found.step, place_of(&found.source))).collect())
     }
 
@@ -245,25 +309,27 @@ impl Engine {
     fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>, step: Option<u64>) -> PyResult<Waited> {
         let until = Until::from_name(level).map_err(|e| raise(&e))?;
         let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
-        let begun = Instant::now();
+        let (begun, mut pause) = (Instant::now(), FIRST_PAUSE);
         loop {
-            let left = timeout.map_or(INTERVAL, |timeout| timeout.saturating_sub(begun.elapsed()).min(INTERVAL));
             let waited = {
+                // Held for a moment only: another thread may want to save.
                 let mut engine = self.lock(py)?;
                 let engine = opened(&mut engine)?;
                 let wait = || match step {
-                    Some(step) => engine.wait_for(step, until, left),
-                    None => engine.wait(until, left),
+                    Some(step) => engine.wait_for(step, until, Duration::ZERO),
+                    None => engine.wait(until, Duration::ZERO),
                 };
-                py.detach(wait).map_err(|e| raise(&e))?
+                let waited = py.detach(wait);
+                self.done(waited)?
             };
-            let over = timeout.is_some_and(|timeout| begun.elapsed() >= timeout);
-            let failed = waited.failed;
-            if waited.reached || over || failed {
+            let left = timeout.map(|timeout| timeout.saturating_sub(begun.elapsed()));
+            if waited.reached || waited.failed || left.is_some_and(|left| left.is_zero()) {
                 let failures = waited.failures.into_iter().map(|failure| (failure.step, failure.message)).collect();
-                return Ok((waited.reached, failures, waited.problem));
+                return Ok((waited.reached, failures, waited.problem, waited.failed));
             }
             py.check_signals()?;
+            py.detach(|| std::thread::sleep(left.map_or(pause, |left| left.min(pause))));
+            pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
 
@@ -283,7 +349,8 @@ impl Engine {
     fn offer(&self, py: Python<'_>) -> PyResult<String> {
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
-        let offer = py.detach(|| engine.offer()).map_err(|e| raise(&e))?;
+        let offer = py.detach(|| engine.offer());
+        let offer = self.done(offer)?;
         serde_json::to_string(&offer).map_err(|e| raise(&Error::invalid(format!("an offer: {e}"))))
     }
 
@@ -293,7 +360,8 @@ impl Engine {
         let offers: Vec<RankOffer> = offers.iter().map(decode).collect::<PyResult<_>>()?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
-        py.detach(|| engine.agree(&offers)).map_err(|e| raise(&e))
+        let agreed = py.detach(|| engine.agree(&offers));
+        self.done(agreed)
     }
 
     /// Agrees with all ranks, through the store, on the newest step that all of them can load. Returns that step.
@@ -301,7 +369,8 @@ impl Engine {
         let timeout = duration("timeout", timeout)?;
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
-        py.detach(|| engine.agree_by_store(round, timeout)).map_err(|e| raise(&e))
+        let agreed = py.detach(|| engine.agree_by_store(round, timeout));
+        self.done(agreed)
     }
 
     /// Discards the raw states of later steps. Returns their number.
@@ -314,7 +383,8 @@ impl Engine {
     /// Ends a finished run: waits until everything is in the first tier, then frees the memory.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         let Some(engine) = self.lock(py)?.take() else { return Ok(()) };
-        py.detach(|| engine.finish()).map_err(|e| raise(&e))
+        let finished = py.detach(|| engine.finish());
+        self.done(finished)
     }
 
     /// Closes the engine. States in shared memory stay there.
@@ -326,11 +396,11 @@ impl Engine {
 }
 
 impl Engine {
-    /// Returns the exception that a signal handler raised, or otherwise the exception for `error`.
-    fn told(&self, error: &Error) -> PyErr {
-        match self.raised.lock() {
-            Ok(mut raised) => raised.take().unwrap_or_else(|| raise(error)),
-            Err(_) => raise(error),
+    /// The result of an operation, unless a signal handler has raised an exception meanwhile.
+    fn done<T>(&self, result: tensorcask::Result<T>) -> PyResult<T> {
+        match result {
+            Ok(value) => self.signals.take_raised().map_or(Ok(value), Err),
+            Err(error) => Err(told(&self.signals, &error)),
         }
     }
 
@@ -338,7 +408,7 @@ impl Engine {
         if self.pid != std::process::id() {
             return Err(raise(&Error::invalid("this engine belongs to the parent process of this fork; create another engine here")));
         }
-        if self.asking.lock().is_ok_and(|asking| *asking == Some(std::thread::current().id())) {
+        if self.signals.are_running_here() {
             let message = "this engine is in use: a signal handler cannot use the engine while a save waits; raise an exception instead";
             return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }

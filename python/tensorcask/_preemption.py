@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +23,8 @@ class _Engine(Protocol):
     """The part of the engine that a drain needs."""
 
     def wait(self, until: str = ..., timeout: float | None = ...) -> Any: ...
+
+    def set_ending(self, is_ending: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,49 @@ class Preempted(SystemExit):
         return f"{self.reason}: the last save is {self.drained.level}"
 
 
+class _Arrivals:
+    """Tells when a signal arrives. Python runs its handlers later, while the main thread is in a long call of a library."""
+
+    def __init__(self, numbers: Sequence[int], on_arrival: Callable[[int], None]) -> None:
+        self._numbers = frozenset(int(number) for number in numbers)
+        self._on_arrival = on_arrival
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._is_set = previous == -1
+        if not self._is_set:
+            # An event loop has it. The handlers alone tell.
+            signal.set_wakeup_fd(previous, warn_on_full_buffer=False)
+            self._reader.close()
+            return
+        # Signals of a forked process are its own.
+        os.register_at_fork(after_in_child=self._leave)
+        threading.Thread(target=self._read, name="tensorcask-signals", daemon=True).start()
+
+    def _read(self) -> None:
+        with self._reader:
+            while numbers := self._reader.recv(4096):
+                for number in numbers:
+                    if number in self._numbers:
+                        self._on_arrival(number)
+
+    def _leave(self) -> None:
+        if self._is_set:
+            self._is_set = False
+            signal.set_wakeup_fd(-1)
+
+    def close(self) -> None:
+        if self._is_set and threading.current_thread() is threading.main_thread():
+            self._leave()
+        # The thread reads the end.
+        self._writer.close()
+
+
 class Preemption:
     """Watches for the announced end of this process: see :meth:`tensorcask.Engine.on_preemption`.
 
-    A signal sets a flag and nothing else. The training loop looks at it between steps, so no save is cut off.
+    A signal sets a flag and nothing else. The training loop looks at it between steps, so no save is cut off. A save that waits for a
+    slot is skipped, because the wait would use up the time that is left.
     """
 
     def __init__(
@@ -68,12 +111,16 @@ class Preemption:
         self._notice: tuple[float, str] | None = None
         self._closed = threading.Event()
         self._previous: dict[int, Any] = {}
+        self._arrivals = _Arrivals(signals, self._on_arrival) if signals else None
         for number in signals:
             self._previous[number] = signal.signal(number, self._on_signal)
         if callback is not None:
             threading.Thread(target=self._watch, args=(callback, poll), name="tensorcask-preemption", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+
+    def _on_arrival(self, number: int) -> None:
         self.request(signal.Signals(number).name)
 
     def _watch(self, callback: Callable[[], bool], poll: float) -> None:
@@ -91,6 +138,7 @@ class Preemption:
         """Announces the end of the process, for example after a notice of the cloud. Threads and signal handlers may call it."""
         if self._notice is None:
             self._notice = (time.monotonic(), reason)
+            self._engine.set_ending(True)
 
     @property
     def requested(self) -> bool:
@@ -152,6 +200,10 @@ class Preemption:
     def close(self) -> None:
         """Sets the previous signal handlers again, and asks the callback no more."""
         self._closed.set()
+        self._engine.set_ending(False)
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
         for number, previous in self._previous.items():
             # None: the handler was not set from Python.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -62,11 +62,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Waited:
-    """Result of a wait: whether the goal was reached, the saves that failed for good, and the current problem."""
+    """Result of a wait: whether the goal was reached, the saves that failed for good, the current problem, and whether the save that
+    was waited for is one of those that failed."""
 
     reached: bool
     failures: list[tuple[int, str]]
     problem: str | None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,9 @@ class Engine:
     ) -> Outcome:
         """Copies a state into shared memory and returns; arguments as in :meth:`tensorcask.Store.save`.
 
-        Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over.
+        Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over. ``ConflictError`` if
+        this training has restored nothing, and ``step`` is not newer than those that were stored when the engine started: see
+        :meth:`discard_after`.
 
         ``changed_rows``: indices (first dimension) of the rows that may have changed since the save of this engine before, by tensor
         name; or a :class:`tensorcask.torch.TouchedRows`, which records them. Skipped saves count as saves, and so do those that
@@ -491,7 +495,10 @@ class Engine:
         return step
 
     def discard_after(self, step: int) -> int:
-        """Discards raw states of later steps, which other ranks do not have. Returns their number."""
+        """Discards raw states of later steps, which other ranks do not have. Returns their number.
+
+        Says also that the training continues from ``step``: a job that has loaded the step by itself calls it before it saves.
+        """
         self._may_replace = True
         return self._native.discard_after(check_step(step))
 
@@ -540,11 +547,25 @@ class Engine:
         self._settle()
         self._native.end_saves()
         waited = self.wait("durable", timeout)
-        if not waited.reached and not waited.failures and timeout is not None:
+        if not waited.reached and not waited.failed:
             problem = waited.problem or "the agent is still working"
             raise _native.StorageError(f"the last save is not in the store after {timeout} s, and memory is kept: {problem}")
         self._arena.forget()
         self._native.finish()
+
+    def renew_credentials(self, config: Mapping[str, str] | None = None) -> None:
+        """Tells the agent renewed credentials of the stores: those in ``os.environ`` as it is now, and ``config``.
+
+        A job that starts again does this by itself. ``InvalidArgumentError`` if another setting has changed, such as the endpoint.
+        """
+        self._native.renew_credentials(dict(config or {}))
+
+    def set_ending(self, is_ending: bool) -> None:
+        """Says whether this process is about to end: a save that finds no free slot is then skipped instead of waiting.
+
+        :meth:`on_preemption` does this by itself.
+        """
+        self._native.set_ending(is_ending)
 
     def close(self) -> None:
         """Disconnects from the run. Shared memory stays, and the agent continues with it."""

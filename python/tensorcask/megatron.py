@@ -474,7 +474,7 @@ def _failures_of(engine: Engine, step: int) -> list[str]:
     while True:
         try:
             # Without Engine.wait, which would end a save that the trainer is beginning.
-            reached, failures, _ = engine._native.wait("durable", 0.0, step)
+            reached, failures, _, _ = engine._native.wait("durable", 0.0, step)
         except (_native.Error, ValueError) as error:
             # The engine is closed. finish() closes it when all steps are in the store; after close(), nobody tells when one gets there.
             is_there = step in engine.store.steps

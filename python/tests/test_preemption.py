@@ -95,6 +95,9 @@ class FakeEngine:
     def wait(self, until: str = "durable", timeout: float | None = None) -> Any:
         return tensorcask.engine.Waited(reached=until == "encoded", failures=[], problem="the store does not answer")
 
+    def set_ending(self, is_ending: bool) -> None:
+        pass
+
 
 def test_a_drain_that_is_too_short_says_how_far_it_came() -> None:
     preemption = tensorcask.Preemption(FakeEngine(), (), 0.0, None, 1.0)
