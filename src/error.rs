@@ -39,6 +39,19 @@ impl ErrorKind {
         matches!(self, Self::Corrupt | Self::LimitExceeded)
     }
 
+    /// Whether this reader cannot read stored objects, as opposed to a storage that fails now: they are damaged or gone, or beyond
+    /// its limits, or of a newer version. Others may be able to read them. So this says that a list must leave a step out, never
+    /// that a step may be replaced or deleted: see [`Error::is_damage`].
+    ///
+    /// ```
+    /// use tensorcask::Error;
+    /// let newer = Error::unsupported("needs feature `x` that this version does not understand");
+    /// assert!(newer.kind().is_unreadable() && !newer.is_damage());
+    /// ```
+    pub fn is_unreadable(self) -> bool {
+        matches!(self, Self::Corrupt | Self::NotFound | Self::LimitExceeded | Self::Unsupported)
+    }
+
     /// Returns the name used in JSON output and by conformance adapters.
     pub fn name(self) -> &'static str {
         match self {
@@ -202,9 +215,10 @@ impl Error {
         self.0.kind
     }
 
-    /// Whether stored objects are unusable, as opposed to a storage that fails now.
+    /// Whether stored objects are damaged or gone. What a newer version wrote, or a writer with other [limits](crate::Limits), is
+    /// neither, although this reader [cannot read](ErrorKind::is_unreadable) it.
     pub fn is_damage(&self) -> bool {
-        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
+        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound)
     }
 
     /// Whether a commit was refused because garbage collection might delete its objects before it is done: they were written too
@@ -369,6 +383,19 @@ fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
         return Some(matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem | StorageFull | QuotaExceeded));
     }
     status_in(&cause.to_string()).map(|status| status < 500 && status != 429 && status != 408)
+}
+
+/// Whether a storage reported that it did not perform a request: it refused, or has no room.
+pub(crate) fn is_refusal(error: &object_store::Error) -> bool {
+    use object_store::Error as E;
+    let is_named = matches!(
+        error,
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotImplemented { .. } | E::NotSupported { .. } | E::InvalidPath { .. }
+    );
+    let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
+    // A server answers 408, 409, 412, 425 and 429 to a request that may succeed, or has succeeded, in another attempt.
+    let refuses = |status| matches!(status, 400..=499 | 501 | 507) && ![408, 409, 412, 425, 429].contains(&status);
+    is_named || causes.filter_map(|cause| status_in(&cause.to_string())).next().is_some_and(refuses)
 }
 
 /// The status of a server's answer. `object_store` tells it in its messages only.

@@ -4,9 +4,11 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 
-use crate::commit::SnapshotRecord;
+use crate::commit::{SnapshotRecord, refuse_features};
 use crate::container::CaskIndex;
+use crate::error::ResultExt;
 use crate::tensor::Rect;
+use crate::version::Features;
 use crate::wire::{CaskRef, Directory, InlineSnapshot, Manifest};
 use crate::{Dtype, Error, Result};
 
@@ -45,6 +47,18 @@ impl Link {
     pub(crate) fn new_inline(record: SnapshotRecord, inline: InlineSnapshot, directory: Arc<Directory>) -> Result<Self> {
         let link = Self::new(record, inline.manifest.clone(), directory)?;
         Ok(Self { inline: Some(inline), ..link })
+    }
+
+    /// Refuses a snapshot with features that this version may read, but must not write: a new snapshot could break what they
+    /// promise. Looks at manifest, directory and the indexes that were read.
+    pub(crate) fn refuse_unwritable(&self) -> Result<()> {
+        refuse_features(self.manifest.may_ignore()).in_object(self.record.manifest_path())?;
+        let indexes = self.indexes.iter().filter_map(OnceLock::get).map(|index| index.file().features);
+        if indexes.chain([self.directory.features()]).any(|features| features.may_ignore & !Features::KNOWN.may_ignore != 0) {
+            let message = format!("step {} uses features that this version cannot write; upgrade tensorcask", self.record.step);
+            return Err(Error::unsupported(message).object(self.record.manifest_path()).clause("README 4"));
+        }
+        Ok(())
     }
 
     pub(crate) fn index(&self, cask: usize) -> Option<&Arc<CaskIndex>> {

@@ -52,6 +52,7 @@ pub use planes::Planes;
 pub use predict::Predict;
 pub use raw::Raw;
 pub use registry::Registry;
+pub(crate) use registry::UNKNOWN_CODEC;
 pub use remainder::Remainder;
 pub use replay::Replay;
 pub use rounded::Rounded;

@@ -9,6 +9,9 @@ use super::{
 };
 use crate::{Error, Result};
 
+/// Clause of `spec/` by which a reader refuses a codec that it does not know.
+pub(crate) const UNKNOWN_CODEC: &str = "codecs 2";
+
 /// A set of codecs, by id. Cheap to clone.
 ///
 /// ```
@@ -112,9 +115,9 @@ impl Registry {
                 wanted.version,
                 codec.version()
             ))
-            .clause("codecs 2")),
+            .clause(UNKNOWN_CODEC)),
             None => Err(Error::unsupported(format!("codec `{}` is unknown; register it, or upgrade tensorcask", wanted.id.escape_debug()))
-                .clause("codecs 2")),
+                .clause(UNKNOWN_CODEC)),
         }
     }
 }

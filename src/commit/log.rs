@@ -1,5 +1,6 @@
 //! Reads the log and commits to it. Spec: `spec/log.md`, clauses 4 and 5.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,8 +9,8 @@ use super::store_file::read_store_file;
 use super::{
     Age, CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotRecord, SnapshotStatus, Stale, Standing, Summary, now_ms, read_manifest,
 };
-use crate::error::ResultExt;
-use crate::store::{Created, Medium, Store, concurrently};
+use crate::error::{ResultExt, is_refusal};
+use crate::store::{Created, Store, concurrently};
 use crate::wire::{Digest, Event, Id, InlineSnapshot, LogEntry, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -19,12 +20,20 @@ pub(crate) struct Log {
     pub(super) store: Store,
     pub(crate) store_file: StoreFile,
     pub(super) state: LogState,
-    /// Newest catalog that was read or written: its last entry and its path.
-    pub(super) catalog: Option<(u64, String)>,
+    /// Entries that were read or written since the last entry that a catalog follows.
+    pub(super) newest: BTreeMap<u64, KnownEntry>,
     /// Entry that the catalog by which the log was entered follows, and its digest by that catalog.
     pub(super) entered: Option<(u64, Digest)>,
     /// Errors of catalogs that were skipped: damaged, or listed and absent.
     pub(crate) skipped: Vec<Error>,
+}
+
+/// An entry as it was read or written.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KnownEntry {
+    pub digest: Digest,
+    /// Size with the snapshot that it holds.
+    pub bytes: u64,
 }
 
 /// Outcome of one attempt to write an entry.
@@ -80,8 +89,8 @@ impl Log {
     pub(crate) async fn load_part(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
         let (store_file, mut catalogs) = (store_file?, catalogs?);
-        let mut log =
-            Self { store: store.clone(), store_file, state: LogState::default(), catalog: None, entered: None, skipped: Vec::new() };
+        let (newest, skipped) = (BTreeMap::new(), Vec::new());
+        let mut log = Self { store: store.clone(), store_file, state: LogState::default(), newest, entered: None, skipped };
         let mut entered = begin_with_catalog(&mut log, &catalogs).await?;
         if entered.is_none() && log.skipped.iter().any(|error| error.kind() == ErrorKind::Storage) {
             // A mirror removes older catalogs once it has a newer one.
@@ -165,9 +174,18 @@ impl Log {
             let Some(bytes) = bytes else { return Ok(false) };
             let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
             self.state.apply(&entry, digest)?;
-            self.state.keep_entry(&entry, bytes);
+            self.keep_entry(&entry, digest, bytes);
         }
         Ok(true)
+    }
+
+    /// Remembers an entry that was read or written.
+    fn keep_entry(&mut self, entry: &LogEntry, digest: Digest, bytes: Bytes) {
+        if to_next_catalog(entry.sequence) == CATALOG_INTERVAL {
+            self.newest.clear();
+        }
+        self.newest.insert(entry.sequence, KnownEntry { digest, bytes: bytes.len() as u64 });
+        self.state.keep_entry(entry, bytes);
     }
 
     /// Commits the event that `decide` derives from the current state. Decides again right before the commit, and on the new
@@ -200,6 +218,7 @@ impl Log {
                     return Ok(Appended::Refused(stale));
                 }
                 confirmed = Some(asked);
+                refuse_features(self.store_file.may_ignore())?;
                 // The comparison may have taken long, and the process may have been suspended. Decisions check the age of objects.
                 event = decide(&self.state)?;
             }
@@ -221,8 +240,8 @@ impl Log {
             })?;
             match self.write_entry(sequence, token, bytes.clone()).await? {
                 Attempt::Ours => {
-                    self.state.apply(&entry, digest)?;
-                    self.state.keep_entry(&entry, bytes);
+                    self.state.apply(&entry, digest).map_err(|e| unknown(&LogEntry::path_of(sequence), Some(e)))?;
+                    self.keep_entry(&entry, digest, bytes);
                     return Ok(Appended::Committed(sequence));
                 }
                 Attempt::Taken => {
@@ -259,7 +278,7 @@ impl Log {
             };
             match manifest {
                 Ok(manifest) => Ok(Ok((at, Summary::of(&manifest)))),
-                Err(error) if error.is_damage() => Ok(Err((record, error))),
+                Err(error) if error.kind().is_unreadable() => Ok(Err((record, error))),
                 Err(error) => Err(error),
             }
         };
@@ -296,9 +315,8 @@ impl Log {
             Ok(()) => Catalog::write(&self.store, &self.state).await,
             Err(e) => Err(e),
         };
-        match written {
-            Ok(path) => self.catalog = Some((self.state.sequence, path)),
-            Err(e) => tracing::warn!(error = %e, sequence = self.state.sequence, "no catalog written; readers will read more log entries"),
+        if let Err(e) = written {
+            tracing::warn!(error = %e, sequence = self.state.sequence, "no catalog written; readers will read more log entries");
         }
     }
 
@@ -306,7 +324,7 @@ impl Log {
     #[boxed]
     async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
         let path = LogEntry::path_of(sequence);
-        let local = matches!(self.store.objects().medium(), Medium::Local(_));
+        let local = self.store.objects().local_folder().is_some();
         let started = tokio::time::Instant::now();
         let mut wait = FIRST_WAIT;
         let mut last_error = None;
@@ -330,14 +348,22 @@ impl Log {
                         .object(path)
                         .source(error));
                 }
-                // On local disk, an entry that exists after an error may not be durable, and reading it back proves
-                // nothing.
-                (Some(error), _) if local => return Err(unknown(&path, Some(error))),
                 (refusal, Ok(Some(found))) => match LogEntry::decode(&found, sequence, self.store.limits()) {
-                    Ok((entry, _)) => return Ok(if entry.token == token { Attempt::Ours } else { Attempt::Taken }),
+                    // Some file systems report any error to the loser of a race.
+                    Ok((entry, _)) if entry.token != token => return Ok(Attempt::Taken),
+                    // On local disk, an entry that exists after an error may not be durable, and reading it back proves
+                    // nothing.
+                    Ok(_) if refusal.is_none() || !local => return Ok(Attempt::Ours),
+                    Ok(_) => return Err(unknown(&path, refusal)),
                     Err(e) => return Err(unknown(&path, Some(refusal.unwrap_or(e)))),
                 },
-                (None, Ok(None)) => {}
+                (Some(error), Err(_)) if local => return Err(unknown(&path, Some(error))),
+                (None, Ok(None)) => {
+                    last_error = last_error.or_else(|| {
+                        let message = "the storage answers that the entry exists, but does not return it";
+                        Some(Error::new(ErrorKind::Storage, message).object(&path))
+                    });
+                }
                 (refusal, Err(e)) => last_error = Some(refusal.unwrap_or(e)),
             }
             if started.elapsed() > DEADLINE {
@@ -352,7 +378,7 @@ impl Log {
 
 /// The log of a store that does not answer, as far as a mirror has it. The next reading compares it with the store.
 pub(crate) async fn load_from(mirror: &Store, store: &Store) -> Result<Log> {
-    Ok(Log { store: store.clone(), catalog: None, skipped: Vec::new(), ..Log::load_part(mirror).await? })
+    Ok(Log { store: store.clone(), skipped: Vec::new(), ..Log::load_part(mirror).await? })
 }
 
 /// Replaces a log by what a mirror of the store has of it, even if that is less. Does nothing if the mirror belongs to another
@@ -374,7 +400,6 @@ async fn begin_with_catalog(log: &mut Log, catalogs: &[String]) -> Result<Option
         let (catalog, entries) = tokio::join!(Catalog::read(&log.store, name), fetch_entries(&log.store, first, ENTRIES_AFTER_CATALOG));
         let error = match catalog {
             Ok(state) => {
-                log.catalog = Some((state.sequence, name.clone()));
                 log.entered = state.head.map(|head| (state.sequence, head));
                 log.state = state;
                 return Ok(Some(entries?));
@@ -407,21 +432,12 @@ async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64
     concurrently(CATALOG_INTERVAL as usize, (first..first.saturating_add(count)).map(fetch)).await
 }
 
-/// Returns whether the storage reported that it did not perform the request.
-fn is_refusal(error: &object_store::Error) -> bool {
-    use object_store::Error as E;
-    matches!(
-        error,
-        E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotImplemented { .. } | E::NotSupported { .. } | E::InvalidPath { .. }
-    )
-}
-
 fn unknown(path: &str, cause: Option<Error>) -> Error {
-    let unknown = Error::new(
-        ErrorKind::OutcomeUnknown,
-        "the commit was sent, but its outcome is unknown; nothing was deleted. Open the store again to see whether the commit is there",
-    )
-    .object(path);
+    let why = cause.as_ref().map(|cause| format!(" ({})", cause.message())).unwrap_or_default();
+    let message = format!(
+        "the commit was sent, but its outcome is unknown{why}; nothing was deleted. Open the store again to see whether the commit is there"
+    );
+    let unknown = Error::new(ErrorKind::OutcomeUnknown, message).object(path);
     match cause {
         Some(cause) => unknown.source(cause),
         None => unknown,
@@ -438,5 +454,71 @@ pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
             name.escape_debug()
         ))
         .clause("README 4")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use object_store::local::LocalFileSystem;
+
+    use super::Log;
+    use crate::store::local_with;
+    use crate::testing::fault::{Fault, FaultStore, Operation};
+    use crate::wire::{Event, Id, LogEntry};
+    use crate::{ErrorKind, Policy, Store};
+
+    /// A store of which the next log entry is created by somebody else, and whose answer to us is an unclear error. SSHFS
+    /// answers so: its protocol has one code for all failures.
+    async fn raced(folder: &Path) -> Log {
+        let url = folder.to_str().unwrap();
+        Store::open(url).unwrap().writer(Policy::Full).await.unwrap();
+        let known = Log::load_part(&Store::open(url).unwrap()).await.unwrap();
+        let other = LogEntry::new(2, known.state.head, Id([7; 16]), Id([9; 16]), 0, Event::Opened { leader: None });
+        let (bytes, path) = (other.encode().unwrap().0, folder.join(LogEntry::path_of(2)));
+        let client = FaultStore::new(Arc::new(LocalFileSystem::new_with_prefix(folder).unwrap()), move |operation, object| {
+            if operation == Operation::Create && object.as_ref() == LogEntry::path_of(2) {
+                std::fs::write(&path, &bytes).unwrap();
+                return Fault::FailBefore;
+            }
+            Fault::None
+        });
+        let store = local_with(folder, Arc::new(client));
+        Log::load_part(&store).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn an_unclear_error_of_a_lost_race_on_local_disk_is_a_lost_race() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = raced(folder.path()).await;
+        let mut seen = Vec::new();
+        let appended = log.append(Id([8; 16]), |state| {
+            seen.push(state.sequence);
+            Ok(Event::Opened { leader: None })
+        });
+        assert_eq!(appended.await.unwrap(), 3);
+        assert_eq!(seen.last(), Some(&2), "decided again, after the entry of the winner");
+    }
+
+    /// The bytes may not be durable, so reading them back proves nothing.
+    #[tokio::test]
+    async fn our_own_entry_after_an_error_on_local_disk_is_an_unknown_outcome() {
+        let folder = tempfile::tempdir().unwrap();
+        let url = folder.path().to_str().unwrap();
+        Store::open(url).unwrap().writer(Policy::Full).await.unwrap();
+        let client =
+            FaultStore::new(Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap()), |operation, object| {
+                match operation == Operation::Create && object.as_ref() == LogEntry::path_of(2) {
+                    true => Fault::LostAnswer,
+                    false => Fault::None,
+                }
+            });
+        let store = local_with(folder.path(), Arc::new(client));
+        let mut log = Log::load_part(&store).await.unwrap();
+        let error = log.append(Id([8; 16]), |_| Ok(Event::Opened { leader: None })).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutcomeUnknown);
+        assert!(error.to_string().contains("connection reset"), "{error}");
     }
 }

@@ -3,6 +3,7 @@
 mod age;
 mod catalog;
 mod confirm;
+mod entries;
 mod exchange;
 mod finite_marks;
 mod history;
@@ -41,7 +42,7 @@ pub use session_exchange::{SessionExchange, SessionSurvey};
 pub use session_log::SessionLog;
 pub(crate) use state::{LogState, ManifestPlace, Summary};
 pub use state::{SnapshotRecord, SnapshotStatus};
-pub(crate) use store_file::read_store_file;
+pub(crate) use store_file::{check_root, has_store, read_store_file};
 pub(crate) use whole_log::{Contents, check_log_ends, load_complete_log, load_log, refuse_lost_log, without_store_file};
 
 /// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.

@@ -33,7 +33,7 @@ pub(crate) async fn load_log(store: &Store) -> Result<Log> {
 #[boxed]
 pub(crate) async fn load_complete_log(store: &Store) -> Result<Log> {
     let mut log = load_log(store).await?;
-    log.check_end().await?;
+    log.read_to_end().await?;
     check_catalogs(&mut log).await?;
     check_entries(store, 1, log.state.sequence).await?;
     Ok(log)
@@ -105,7 +105,7 @@ async fn check_entries(store: &Store, first: u64, last: u64) -> Result<()> {
 pub(crate) async fn check_log_ends(store: &Store, state: &LogState) -> Result<()> {
     let mut log = Log { state: state.clone(), ..Log::load_part(store).await? };
     refuse_lost_log(&log).await?;
-    log.check_end().await?;
+    log.read_to_end().await?;
     log.entered = None;
     check_catalogs(&mut log).await
 }

@@ -10,6 +10,7 @@
 use std::time::Duration;
 
 use super::rewrite::Rewriter;
+use crate::chain::Link;
 use crate::codec::Objective;
 use crate::commit::{
     Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file,
@@ -79,9 +80,9 @@ pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &Compa
     if chain.len() <= 1 {
         return Ok(Compacted { record, sequence: None, links: chain.len(), chain_bytes, stored_bytes: chain_bytes });
     }
-    refuse_features(snapshot.manifest().may_ignore())?;
     // A fault of the chain must be found now. After folding, nothing could tell.
     check_content(&snapshot.chain).await?;
+    snapshot.chain.links().try_for_each(Link::refuse_unwritable)?;
 
     let age = Age::start();
     let mut manifest = snapshot.manifest().clone();
@@ -112,8 +113,8 @@ pub(super) async fn commit_manifest(
     Manifest::decode(&bytes, store.limits())
         .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
     let path = Manifest::path_of_compacted(record.step, record.id, digest);
-    let mut needs = vec![Need { path: path.clone(), bytes: Some(bytes.len() as u64) }];
-    needs.extend(Need::of(manifest));
+    let mut needs = vec![Need::manifest(path.clone(), digest), Need::directory(manifest.directory, None)];
+    needs.extend(Need::casks(manifest));
     store.objects().create_unique(&path, bytes.into()).await?;
     let appended = log.append_relying_on(&needs, None, Id::random()?, |state| decide(state, digest));
     match appended.await.in_object(path)? {

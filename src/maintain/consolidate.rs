@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::rewrite::Rewriter;
-use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, content_digests};
-use crate::commit::{Age, refuse_features};
+use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, content_digests};
+use crate::commit::Age;
 use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot};
@@ -27,10 +27,10 @@ pub async fn consolidate(
     options: &CompactOptions,
 ) -> Result<SavedSnapshot> {
     let snapshot = source.snapshot(at).await?;
-    refuse_features(snapshot.manifest().may_ignore())?;
     let directory_before = &snapshot.chain.newest().directory;
     let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };
     check_content(&snapshot.chain).await?;
+    snapshot.chain.links().try_for_each(Link::refuse_unwritable)?;
     // A writer would fence the job that writes there.
     refuse_other_snapshots(destination).await?;
     let mut writer = destination.writer_with(writer_options).await?;

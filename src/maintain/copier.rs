@@ -165,9 +165,9 @@ impl Copier {
             report.objects += 1;
             report.bytes += bytes.len() as u64;
         }
+        let mut needs = vec![Need::directory(manifest.directory, Some(bytes.len() as u64))];
         destination.objects().put_content_addressed(&directory, bytes).await?;
         let path = Manifest::path_of(record.step, record.id);
-        let mut needs = vec![Need::directory(manifest)];
         if payload.is_none() {
             // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
             match present(destination, &path, manifest_bytes.len() as u64).await? {
@@ -185,8 +185,8 @@ impl Copier {
                 }
                 _ => error,
             })?;
-            needs.push(Need { path: path.clone(), bytes: None });
-            needs.extend(Need::of(manifest));
+            needs.push(Need::manifest(path.clone(), record.manifest));
+            needs.extend(Need::casks(manifest));
         }
         let inline = payload.as_ref().map(|_| manifest_bytes.len() as u64);
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
@@ -237,6 +237,7 @@ impl Copier {
                 Some(ours) => read_manifest(source, &ours.manifest_place()).await?,
                 None => read_manifest(&self.destination, &link.manifest_place()).await?,
             };
+            needs.push(Need::directory(manifest.directory, None));
             needs.extend(Need::of_committed(&link, &manifest, None));
         }
         Ok(needs)

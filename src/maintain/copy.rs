@@ -9,7 +9,8 @@ use std::time::Duration;
 use super::Copier;
 use crate::chain::chain_of;
 use crate::commit::{
-    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, forget_among, live_step, load_log, read_store_file, refuse_features,
+    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, check_root, forget_among, has_store, live_step, load_log,
+    read_store_file, refuse_features,
 };
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
@@ -114,6 +115,7 @@ pub(super) fn snapshots_to_copy(
 pub(super) async fn open_destination(source: &Store, destination: &Store) -> Result<Log> {
     let file = read_store_file(source).await?;
     refuse_features(file.may_ignore())?;
+    check_root(destination, has_store(destination, Some(file.run))).await?;
     destination.objects().ensure_root()?;
     match read_store_file(destination).await {
         Ok(found) if found.run == file.run => {}

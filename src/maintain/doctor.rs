@@ -112,7 +112,7 @@ pub fn is_interrupted_write(name: &str) -> bool {
 }
 
 fn advice(store: &Store) -> Vec<String> {
-    if *store.objects().medium() != Medium::Remote {
+    if store.objects().medium != Medium::Remote {
         return vec![];
     }
     let uploads = "unfinished multipart uploads cannot be listed from here, and are paid for: let a lifecycle rule of the bucket end \

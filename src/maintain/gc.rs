@@ -18,7 +18,7 @@ use crate::commit::{
     Age, Contents, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file,
     refuse_features,
 };
-use crate::store::{Listed, Medium, Work, concurrently, remove_staged_file, staged_files};
+use crate::store::{Listed, Work, concurrently, remove_staged_file, staged_files};
 use crate::wire::{Event, Id, lasting_folders};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -192,7 +192,7 @@ async fn collect_once(store: &Store, options: &GcOptions) -> Result<(GcReport, O
 /// Time by the clock of the storage. A disk without room for a scratch object has at least come to the time of its newest object.
 async fn storage_clock_ms(store: &Store) -> Result<u64> {
     let error = match store.objects().clock_ms().await {
-        Err(e) if e.kind() == ErrorKind::Storage && matches!(store.objects().medium(), Medium::Local(_)) => e,
+        Err(e) if e.kind() == ErrorKind::Storage && store.objects().local_folder().is_some() => e,
         found => return found,
     };
     tracing::warn!(%error, "the clock of the storage cannot be read; taking the time of the newest object instead");

@@ -149,7 +149,9 @@ impl Mirror {
         match SessionLog::open(&self.memory).await {
             Ok(log) if log.sequence() >= state.sequence => return Ok(()),
             Ok(log) => tracing::warn!(entry = log.sequence(), "the log in memory has a gap; copying it again"),
-            Err(error) if error.is_damage() => tracing::warn!(%error, "the log in memory is damaged; copying it again"),
+            Err(error) if error.is_damage() || error.kind().is_damaged_object() => {
+                tracing::warn!(%error, "the log in memory is damaged; copying it again")
+            }
             Err(error) => return Err(error),
         }
         let last = self.copy_catalog(0).await?;

@@ -14,7 +14,6 @@ use crate::chain::{Rows, ShardPlan, Step, check_decoded};
 use crate::codec::{ChunkKind, Raw};
 use crate::container::PageEntry;
 use crate::limits::to_usize;
-use crate::store::Medium;
 use crate::tensor::Rect;
 use crate::{Dtype, Error, Result, boxed, parallel};
 
@@ -208,11 +207,7 @@ struct Places<'c> {
 
 impl<'c> Places<'c> {
     fn of(chain: &'c OpenChain) -> Self {
-        let root = match chain.store.objects().medium() {
-            Medium::Local(root) => Some(root.as_path()),
-            _ => None,
-        };
-        Self { chain, root }
+        Self { chain, root: chain.store.objects().local_folder() }
     }
 
     #[boxed]

@@ -11,6 +11,9 @@ use super::{Medium, Objects, concurrently, hard_links, local};
 use crate::wire::is_object;
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
+/// Scratch object whose time of modification is that of the storage's clock.
+const CLOCK: &str = "probe/clock";
+
 /// Outcome of a put-if-absent.
 #[derive(Debug)]
 pub(crate) enum Created {
@@ -36,8 +39,8 @@ impl Objects {
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
         self.counters.add(1, 0, 0);
         let client = self.client()?;
-        if let Medium::Local(root) = &self.medium {
-            let (root, object) = (root.clone(), object.to_owned());
+        if let Some(root) = self.local_folder() {
+            let (root, object) = (root.to_owned(), object.to_owned());
             let bytes = blocking(object.clone(), move || read_file(&root, &object, max_bytes)).await?;
             self.counters.add(0, bytes.len() as u64, 0);
             return Ok(bytes);
@@ -72,9 +75,9 @@ impl Objects {
         match client.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
             Ok(_) => Ok(Created::Written),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => Ok(Created::Exists),
-            Err(e) => match &self.medium {
-                Medium::Local(root) => hard_links::explained(e, root, object),
-                Medium::Memory | Medium::Remote => Err(e),
+            Err(e) => match self.local_folder() {
+                Some(root) => hard_links::explained(e, root, object),
+                None => Err(e),
             },
         }
     }
@@ -137,12 +140,12 @@ impl Objects {
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.counters.add(1, 0, 0);
-        let mut found: Vec<Listed> = match &self.medium {
-            Medium::Local(root) => {
-                let (root, folder) = (root.clone(), folder.to_owned());
+        let mut found: Vec<Listed> = match self.local_folder() {
+            Some(root) => {
+                let (root, folder) = (root.to_owned(), folder.to_owned());
                 blocking(folder.clone(), move || local::list(&root, &folder)).await?
             }
-            Medium::Memory | Medium::Remote => {
+            None => {
                 let prefix = self.path(folder);
                 let listed: Vec<ObjectMeta> =
                     self.client()?.list(Some(&prefix)).try_collect().await.map_err(|e| Error::storage(folder, e))?;
@@ -162,13 +165,13 @@ impl Objects {
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
         self.counters.add(1, 0, 0);
-        let mut names: Vec<String> = match &self.medium {
-            Medium::Local(root) => {
-                let (root, folder) = (root.clone(), folder.to_owned());
+        let mut names: Vec<String> = match self.local_folder() {
+            Some(root) => {
+                let (root, folder) = (root.to_owned(), folder.to_owned());
                 let entries = blocking(folder.clone(), move || local::entries(&root, &folder)).await?;
                 entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
             }
-            Medium::Memory | Medium::Remote => {
+            None => {
                 let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
                 let client = self.client()?;
                 let listed = match url_path(&self.url) {
@@ -188,9 +191,9 @@ impl Objects {
     /// Returns the sizes of objects, or `None` for those that do not exist. Sends `limit` requests at once.
     #[boxed]
     pub(crate) async fn sizes(&self, objects: Vec<String>, limit: usize) -> Result<Vec<Option<u64>>> {
-        if let Medium::Local(root) = &self.medium {
+        if let Some(root) = self.local_folder() {
             self.counters.add(objects.len() as u64, 0, 0);
-            let root = root.clone();
+            let root = root.to_owned();
             let bytes = move |object: &String| Ok(local::file_of(&root, object)?.map(|found| found.len()));
             return blocking(self.url.clone(), move || objects.iter().map(bytes).collect()).await;
         }
@@ -218,16 +221,21 @@ impl Objects {
         Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
     }
 
-    /// Returns the time by the clock of the storage, in milliseconds since 1970. Writes a scratch object to read the
-    /// clock, then deletes it.
+    /// Returns the time by the clock of the storage, in milliseconds since 1970. Writes a scratch object to read the clock.
+    ///
+    /// The object has always the same name and is never deleted, because many programs that save have no permission to
+    /// delete. Where a storage refuses to overwrite objects, each reading of the clock leaves an object of its own.
     #[boxed]
     pub(crate) async fn clock_ms(&self) -> Result<u64> {
-        let object = format!("probe/{}", crate::wire::Id::random()?);
         // An empty object needs no space on most full disks.
-        self.create_unique(&object, Bytes::new()).await?;
-        let now = self.head(&object).await;
-        self.delete(&object).await?;
-        Ok(now?.modified_ms)
+        let bytes = Bytes::new();
+        if let Err(error) = self.put_whole(CLOCK, PutPayload::from(bytes.clone())).await {
+            tracing::debug!(%error, "the scratch object of the clock could not be overwritten; writing another one");
+            let object = format!("{CLOCK}-{}", crate::wire::Id::random()?);
+            self.create_unique(&object, bytes).await?;
+            return Ok(self.head(&object).await?.modified_ms);
+        }
+        Ok(self.head(CLOCK).await?.modified_ms)
     }
 
     /// Deletes an object. An object that is already gone is not an error.
@@ -265,8 +273,8 @@ fn url_path(url: &str) -> Option<Path> {
 
 /// Size and time of an object on local disk; `None` on other storage. Fails if it does not exist, or is no regular file.
 pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option<Listed>> {
-    let Medium::Local(root) = &objects.medium else { return Ok(None) };
-    let (root, name) = (root.clone(), object.to_owned());
+    let Some(root) = objects.local_folder() else { return Ok(None) };
+    let (root, name) = (root.to_owned(), object.to_owned());
     match blocking(object.to_owned(), move || local::file_of(&root, &name)).await? {
         Some(found) => Ok(Some(Listed::of_file(object.to_owned(), &found))),
         None => Err(Error::not_found("no such object").object(object)),
@@ -275,15 +283,15 @@ pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option
 
 /// Files that interrupted writes have left on local disk, or that are being written. Listings of objects leave them out.
 pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
-    let Medium::Local(root) = &objects.medium else { return Ok(Vec::new()) };
-    let root = root.clone();
+    let Some(root) = objects.local_folder() else { return Ok(Vec::new()) };
+    let root = root.to_owned();
     blocking(objects.url.clone(), move || local::staged(&root)).await
 }
 
 /// Deletes the file of an interrupted write. A file that is already gone is not an error.
 pub(crate) async fn remove_staged_file(objects: &Objects, path: &str) -> Result<()> {
-    let Medium::Local(root) = &objects.medium else { return Ok(()) };
-    let (root, path) = (root.clone(), path.to_owned());
+    let Some(root) = objects.local_folder() else { return Ok(()) };
+    let (root, path) = (root.to_owned(), path.to_owned());
     blocking(path.clone(), move || local::remove(&root, &path)).await
 }
 

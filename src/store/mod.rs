@@ -14,10 +14,13 @@ mod guarded;
 mod hard_links;
 mod io;
 mod local;
+mod local_file;
 mod objects;
 mod open;
+mod pages;
 mod probe;
 mod renewable;
+mod root;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 #[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
 mod settings;
@@ -40,8 +43,10 @@ pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed, objects_after, remove_staged_file, staged_files};
 pub(crate) use objects::{Medium, Objects};
 pub use open::{StoreOptions, absolute_url};
+pub(crate) use pages::names_in_pages;
 pub use probe::ProbeReport;
 pub(crate) use probe::{probe, probe_without_store};
+pub(crate) use root::RootChange;
 pub(crate) use upload::{PartBudget, Upload};
 pub(crate) use work::Work;
 
@@ -170,6 +175,13 @@ fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, r
     let objects = Objects::new(url, medium, client, root, options.fsync);
     let caches = Caches::new(options.index_cache_bytes);
     Store { inner: Arc::new(Inner { objects, options, caches, renewable: None }) }
+}
+
+/// A local store whose writes go to `client`.
+#[cfg(test)]
+pub(crate) fn local_with(folder: &std::path::Path, client: Arc<dyn ObjectStore>) -> Store {
+    let url = folder.display().to_string();
+    assemble(url, Medium::Local(folder.to_owned()), Some(client), Path::default(), StoreOptions::default())
 }
 
 impl std::fmt::Debug for Store {

@@ -7,14 +7,17 @@ use object_store::ObjectStore;
 use object_store::path::Path;
 
 use super::open::local_objects;
+use super::root::LocalRoot;
 use super::work::WorkCounters;
 use crate::{Error, Result};
 
 /// Requests to the object store below one root. Counts requests and bytes.
 pub(crate) struct Objects {
     pub(super) url: String,
-    pub(super) medium: Medium,
+    pub(crate) medium: Medium,
     client: OnceLock<Arc<dyn ObjectStore>>,
+    /// Folder of a local store, once it exists.
+    pub(super) root_folder: OnceLock<Arc<LocalRoot>>,
     pub(super) root: Path,
     pub(super) fsync: bool,
     pub(super) counters: Counters,
@@ -25,7 +28,7 @@ pub(crate) struct Objects {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Medium {
     Memory,
-    /// A local folder.
+    /// A local folder, by the path that the caller gave. Requests go to [`Objects::local_folder`].
     Local(std::path::PathBuf),
     Remote,
 }
@@ -38,17 +41,22 @@ pub(super) struct Counters {
 }
 
 impl Objects {
-    /// Serves the objects below `root`. `client` is `None` for a local folder that does not exist yet.
+    /// Serves the objects below `root`. `client` is `None` for a local folder.
     pub(super) fn new(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, fsync: bool) -> Self {
         let cell = OnceLock::new();
         if let Some(client) = client {
             let _ = cell.set(client);
         }
-        Self { url, medium, client: cell, root, fsync, counters: Counters::default(), work: WorkCounters::default() }
-    }
-
-    pub(crate) fn medium(&self) -> &Medium {
-        &self.medium
+        Self {
+            url,
+            medium,
+            client: cell,
+            root_folder: OnceLock::new(),
+            root,
+            fsync,
+            counters: Counters::default(),
+            work: WorkCounters::default(),
+        }
     }
 
     pub(super) fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
@@ -57,8 +65,10 @@ impl Objects {
         }
         match &self.medium {
             // Another process may have created the folder since this handle was opened.
-            Medium::Local(folder) if folder.is_dir() => {
-                let client = local_objects(folder, self.fsync)?;
+            Medium::Local(given) if given.is_dir() => {
+                let root = LocalRoot::new(given).map_err(|e| Error::io(&self.url, e))?;
+                let root = self.root_folder.get_or_init(|| Arc::new(root));
+                let client = local_objects(&root.folder, self.fsync)?;
                 Ok(self.client.get_or_init(|| client))
             }
             _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),

@@ -28,7 +28,7 @@ use super::{Bandwidth, Environment, Medium, Objects, Store, assemble, assemble_r
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use crate::parse_duration;
-use crate::{Error, Limits, Result};
+use crate::{Error, ErrorKind, Limits, Result};
 
 /// Options for opening a store.
 ///
@@ -115,7 +115,7 @@ impl Objects {
     /// Creates the folders of a local store and makes them durable. `object_store` syncs only folders that it creates
     /// itself.
     pub(crate) fn ensure_root(&self) -> Result<()> {
-        let Medium::Local(root) = &self.medium else { return Ok(()) };
+        let Some(root) = self.local_folder() else { return Ok(()) };
         let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
         let existing = root.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
         let mut folders: Vec<PathBuf> = FOLDERS.iter().map(|name| root.join(name)).collect();
@@ -180,11 +180,12 @@ impl StoreOptions {
     fn open_local(self, url: &str, folder: PathBuf) -> Result<Store> {
         let folder = std::path::absolute(&folder).map_err(|e| Error::io(url, e))?;
         check_is_text(&folder).map_err(|e| e.object(url))?;
-        let objects = match folder.is_dir() {
-            true => Some(local_objects(&folder, self.fsync)?),
-            false => None,
-        };
-        Ok(assemble(url.to_owned(), Medium::Local(folder), objects, Path::default(), self))
+        let store = assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self);
+        // Resolves the path now, if the folder exists.
+        match store.objects().client() {
+            Err(e) if e.kind() != ErrorKind::NotFound => Err(e),
+            _ => Ok(store),
+        }
     }
 
     #[allow(unused_variables, reason = "depends on the features that are built in")]

@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 
+use super::Objects;
 use super::io::Created;
-use super::{Medium, Objects};
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -41,7 +41,7 @@ pub(crate) async fn probe(objects: &Objects) -> Result<ProbeReport> {
 
 /// Like [`probe`], in a place that has no store and may not exist. Leaves a local disk as it was.
 pub(crate) async fn probe_without_store(objects: &Objects) -> Result<ProbeReport> {
-    let Medium::Local(root) = objects.medium() else { return probe(objects).await };
+    let Some(root) = objects.local_folder() else { return probe(objects).await };
     let missing: Vec<_> = root.ancestors().take_while(|folder| !folder.exists()).collect();
     std::fs::create_dir_all(root).map_err(|e| Error::io(root.display().to_string(), e))?;
     let found = probe(objects).await;

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
+use super::local_file::LocalFile;
 use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed, parallel};
 
@@ -273,7 +274,11 @@ impl Upload {
         if self.multipart.is_none() {
             let objects = self.store.objects();
             objects.counters.add(1, 0, 0);
-            let started = objects.client()?.put_multipart(&objects.path(&self.object)).await;
+            let client = objects.client()?;
+            let started: Result<Box<dyn MultipartUpload>, _> = match objects.local_folder() {
+                Some(folder) => LocalFile::begin(folder.join(&self.object), objects.fsync).await.map(|file| Box::new(file) as _),
+                None => client.put_multipart(&objects.path(&self.object)).await,
+            };
             self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
         while let Some(done) = self.running.try_join_next() {
@@ -337,6 +342,10 @@ impl Drop for Upload {
     /// Aborts the upload of a failed or cancelled save, as long as a runtime is left to send the request.
     fn drop(&mut self) {
         self.running.abort_all();
+        if self.store.objects().local_folder().is_some() {
+            // Dropping the upload of a file removes the file.
+            return;
+        }
         if let (Some(mut multipart), Ok(runtime)) = (self.multipart.take(), tokio::runtime::Handle::try_current()) {
             let object = std::mem::take(&mut self.object);
             runtime.spawn(async move {

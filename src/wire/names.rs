@@ -14,7 +14,11 @@ pub(crate) fn is_object(path: &str) -> bool {
         "casks" => name.strip_suffix(".cask").is_some_and(is_id),
         "receipts" => is_receipt(name),
         "offers" => is_offer(name),
-        "probe" => is_id(name) || name.split_once('-').is_some_and(|(run, round)| is_id(run) && is_number(round)),
+        "probe" => match name.split_once('-') {
+            Some(("clock", id)) => is_id(id),
+            Some((run, round)) => is_id(run) && is_number(round),
+            None => name == "clock" || is_id(name),
+        },
         _ => false,
     }
 }
@@ -106,6 +110,8 @@ mod tests {
             "offers/start_1-a/0.json",
             "probe/ID",
             "probe/ID-19",
+            "probe/clock",
+            "probe/clock-ID",
         ];
         for path in objects {
             assert!(is_object(&fill(path)), "{path}");

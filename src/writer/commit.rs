@@ -15,10 +15,10 @@ use std::time::Instant;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
-use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of, milliseconds};
+use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
-    Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms,
-    read_store_file, refuse_lost_log, without_store_file,
+    Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, check_root, forget_unwanted,
+    has_store, now_ms, read_store_file, refuse_lost_log, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
@@ -38,7 +38,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         Some(id) => id,
         None => Id::random()?,
     };
-    let mut log = open_log(store, Opening::Fresh).await?;
+    let mut log = open_log(store, None).await?;
     let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
         Some(Err(refusal)) => Err(refused(refusal)),
@@ -79,18 +79,13 @@ fn refused(refusal: LeaderRefusal) -> Error {
     Error::new(kind, refusal.to_string()).clause("log 8")
 }
 
-/// Who opens the log of a store for writing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Opening {
-    /// A new writer. It refuses a store that has lost its log or `store.json` (log 4.8).
-    Fresh,
-    /// A writer that had the store open. It goes on in what is there now (log 5.7).
-    Again,
-}
-
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
+///
+/// `known`: the run of the store that the caller has written to. It goes on in what is there now (log 5.7). A new writer refuses
+/// a store that has lost its log or `store.json` (log 4.8).
 #[boxed]
-async fn open_log(store: &Store, opening: Opening) -> Result<Log> {
+async fn open_log(store: &Store, known: Option<Id>) -> Result<Log> {
+    check_root(store, has_store(store, known)).await?;
     store.objects().ensure_root()?;
     match read_store_file(store).await {
         Ok(found) => {
@@ -104,7 +99,7 @@ async fn open_log(store: &Store, opening: Opening) -> Result<Log> {
             }
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            if opening == Opening::Fresh {
+            if known.is_none() {
                 without_store_file(store).await?.map_or(Ok(()), Err)?;
             }
             probe(store.objects()).await?;
@@ -126,7 +121,7 @@ async fn open_log(store: &Store, opening: Opening) -> Result<Log> {
         Err(e) => return Err(e),
     }
     let log = Log::load_whole(store).await?;
-    if opening == Opening::Fresh {
+    if known.is_none() {
         refuse_lost_log(&log).await?;
     }
     Ok(log)
@@ -178,7 +173,7 @@ impl Writer {
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;
-        let mut log = open_log(&store, Opening::Again).await?;
+        let mut log = open_log(&store, Some(self.log.store_file.run)).await?;
         let (id, predecessors) = (self.id, &self.predecessors);
         let opened = log.append(id, |state| match state.last_writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(
@@ -218,6 +213,7 @@ impl Writer {
         }
         let same = async {
             let snapshot = Snapshot::load(&self.pipeline.store, self.log.state(), existing.id).await?;
+            snapshot.chain.links().try_for_each(Link::refuse_unwritable)?;
             match blobs {
                 Some(blobs) if snapshot.manifest().content == *content => has_blobs(&snapshot, blobs).await,
                 _ => Ok(false),
@@ -244,6 +240,18 @@ impl Writer {
                 tracing::warn!(step, %error, "the saved snapshot of this step cannot be read; replacing it");
                 Ok(Some(existing.id))
             }
+            Err(error) if error.kind().is_unreadable() => Err(Error::new(
+                error.kind(),
+                format!(
+                    "step {step} is saved already (log entry {}), and this version cannot read it: {}. Nothing was committed. Save under \
+                     another step, upgrade tensorcask, or ask for the step to be replaced: `overwrite=True` in Python, `--replace` on the \
+                     command line, `ExistingStep::Replace` in Rust",
+                    existing.sequence,
+                    error.message()
+                ),
+            )
+            .object(existing.manifest_path())
+            .source(error)),
             Err(error) => Err(error),
         }
     }
@@ -330,7 +338,7 @@ impl Writer {
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
         let leader = self.leader;
-        let needs = needs_of(&manifest, inline.is_some(), parent);
+        let needs = needs_of(&manifest, manifest_digest, directory.len() as u64, inline.is_some(), parent);
         let mut parent_is_lost = false;
         let begun = Instant::now();
         let appended = self
@@ -429,18 +437,17 @@ impl Commit {
     }
 }
 
-/// Objects that a snapshot needs: its own casks and directory, and those of the parent's chain.
-fn needs_of(manifest: &Manifest, is_inline: bool, parent: Option<&Parent>) -> Vec<Need> {
-    let mut needs: Vec<Need> = match is_inline {
-        true => vec![Need::directory(manifest)],
-        false => Need::of(manifest).collect(),
-    };
-    for link in parent.into_iter().flat_map(|parent| parent.snapshot.chain.links()) {
-        let entry_bytes = link.inline.as_ref().map(|inline| inline.entry_bytes);
-        needs.extend(Need::of_committed(&link.record, &link.manifest, entry_bytes));
+/// Objects that a snapshot needs: its own manifest, casks and directory, and those of the parent's chain.
+fn needs_of(manifest: &Manifest, digest: Digest, directory_bytes: u64, is_inline: bool, parent: Option<&Parent>) -> Vec<Need> {
+    let mut needs = vec![Need::directory(manifest.directory, Some(directory_bytes))];
+    if !is_inline {
+        needs.push(Need::manifest(manifest.path(), digest));
+        needs.extend(Need::casks(manifest));
     }
-    needs.sort_unstable();
-    needs.dedup();
+    for link in parent.into_iter().flat_map(|parent| parent.snapshot.chain.links()) {
+        needs.push(Need::directory(link.manifest.directory, None));
+        needs.extend(Need::of_committed(&link.record, &link.manifest, link.inline.as_ref()));
+    }
     needs
 }
 

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use super::WriterOptions;
+use super::parent::Parent;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent, parts_are_refused};
 use crate::chain::chain_of;
 use crate::commit::{
@@ -165,7 +166,7 @@ impl HostWriter {
             let unreadable = if in_memory { Unreadable::Fail } else { Unreadable::SaveWhole };
             let mut receipt = match part.upload(at.step, parent.as_ref(), unreadable, &state.tensors, &state.blobs).await {
                 // A mirror lacks the parent of a shard that a rank of another host has, too.
-                Err(error) if in_memory && error.is_damage() => {
+                Err(error) if in_memory && Parent::is_dispensable(&error) => {
                     parent = match self.is_cut_off {
                         true => None,
                         false => open_parent(&self.store, self.log.state(), parent_id).await?,

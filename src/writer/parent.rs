@@ -3,10 +3,12 @@
 //! A parent that cannot be read must not cost the state at hand: the save then writes a base, and says so in the log
 //! output.
 
-use crate::commit::{LogState, refuse_features};
+use crate::chain::Link;
+use crate::codec::UNKNOWN_CODEC;
+use crate::commit::LogState;
 use crate::reader::{ChunkItem, Snapshot};
 use crate::wire::{Id, ParentRef};
-use crate::{Error, Result, Store, TensorView, boxed};
+use crate::{Error, ErrorKind, Result, Store, TensorView, boxed};
 
 /// The parent of the snapshot that is being saved.
 #[derive(Debug)]
@@ -21,18 +23,21 @@ impl Parent {
     pub(super) async fn open(store: &Store, state: &LogState, id: Id) -> Result<Option<Self>> {
         let snapshot = match Snapshot::load(store, state, id).await {
             Ok(snapshot) => snapshot,
-            Err(error) if error.is_damage() => {
+            Err(error) if Self::is_dispensable(&error) => {
                 tracing::warn!(%error, "the parent of the next delta cannot be read; saving a base instead");
                 return Ok(None);
             }
             Err(error) => return Err(error),
         };
-        refuse_features(snapshot.manifest().may_ignore())?;
-        if snapshot.chain.newest().directory.features().may_ignore != 0 {
-            return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
-                .clause("README 4"));
-        }
+        snapshot.chain.links().try_for_each(Link::refuse_unwritable)?;
         Ok(Some(Self { snapshot }))
+    }
+
+    /// Whether a save may write a base after this error of its parent: the parent is damaged, or beyond the limits of this
+    /// writer, or encoded by a codec that this program lacks. A parent of a newer version ends the save instead: this version does
+    /// not know what it must not do in such a store.
+    pub(super) fn is_dispensable(error: &Error) -> bool {
+        error.is_damage() || error.kind() == ErrorKind::LimitExceeded || error.clause_name() == Some(UNKNOWN_CODEC)
     }
 
     /// Id and content digests, by which manifests and receipts name a parent.
@@ -54,7 +59,11 @@ impl Parent {
     pub(super) async fn read<'i>(&'i self, chunks: Vec<ChunkItem<'i>>) -> Result<()> {
         self.snapshot.chain.read_chunks(chunks).await.map_err(|e| {
             let step = self.snapshot.step();
-            Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}")).source(e)
+            let error = Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}"));
+            match e.clause_name() {
+                Some(clause) => error.clause(clause).source(e),
+                None => error.source(e),
+            }
         })
     }
 }

@@ -63,6 +63,8 @@ pub(super) struct SavePipeline {
     pub pace: Pace,
     /// Second store that casks are sent to while they are being written.
     pub ahead: Option<AheadUploads>,
+    /// Paths of the casks of the last save.
+    written: Vec<String>,
 }
 
 /// Result of a run of the pipeline: all casks are uploaded or ready for one last request, and nothing is committed.
@@ -127,7 +129,18 @@ impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
         let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
         let (settings, precision) = (ChosenSettings::default(), options.precision.clone());
-        Self { store, options, precision, base, changed_rows, settings, choices: HashMap::new(), pace: Pace::default(), ahead: None }
+        Self {
+            store,
+            options,
+            precision,
+            base,
+            changed_rows,
+            settings,
+            choices: HashMap::new(),
+            pace: Pace::default(),
+            ahead: None,
+            written: vec![],
+        }
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
@@ -180,6 +193,18 @@ impl SavePipeline {
         NextRows::of(layout, |tensor| has_no_base && is_lossless(tensor)).map(Some)
     }
 
+    /// Removes the casks of a save that was certainly not committed, from a local disk: it may be full, and nothing can be
+    /// written to it until they are gone. An object store keeps them until garbage collection, since a program that saves
+    /// may lack the permission to delete.
+    pub(super) async fn discard_casks(&mut self) {
+        let objects = self.store.objects();
+        for path in std::mem::take(&mut self.written).into_iter().filter(|_| objects.local_folder().is_some()) {
+            if let Err(error) = objects.delete(&path).await {
+                tracing::warn!(%error, "a cask of the failed save could not be removed");
+            }
+        }
+    }
+
     /// Encodes and uploads all casks of a state: as a delta against `parent`, or as a base.
     #[boxed]
     pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
@@ -190,7 +215,8 @@ impl SavePipeline {
             self.input(step, layout, parent).warn_of_guesses();
         }
         self.choose_settings(step, layout, parent)?;
-        let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead } = self;
+        let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead, written } = self;
+        written.clear();
         let input = SaveInput { store, options, precision, changed_rows, settings, step, layout, parent };
         let mut slots = layout.slots();
         let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
@@ -211,7 +237,7 @@ impl SavePipeline {
         let plan = SavePlan::new(&input)?;
         let mut uploaded = UploadedCasks::new(layout, next_base);
         uploaded.finite = options.finite.then_some(true);
-        let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded };
+        let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded, written };
         let mut work = Work::plan(store, layout.tensor_bytes);
         let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
         for window in &plan.windows {
@@ -250,6 +276,7 @@ struct SaveRun<'a> {
     /// Casks by slot.
     casks: BTreeMap<u32, CaskWriter>,
     uploaded: UploadedCasks,
+    written: &'a mut Vec<String>,
 }
 
 impl SaveRun<'_> {
@@ -322,6 +349,7 @@ impl SaveRun<'_> {
             }
             if !cask.is_empty() || self.input.parent.is_none() {
                 let (cask, upload) = cask.seal().await?;
+                self.written.push(cask.path());
                 match upload.is_one_request() {
                     true => self.uploaded.unpublished.push(upload),
                     false => large.push(upload),
@@ -357,9 +385,10 @@ impl SaveRun<'_> {
     }
 }
 
-/// Publishes casks, all at once.
+/// Publishes casks, all at once. If one fails, waits for the others: each removes what it has written of its cask.
 pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
-    concurrently(MAX_CASKS_AT_ONCE, uploads.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
+    let finish = |upload: Upload| async move { Ok(upload.finish().await) };
+    concurrently(MAX_CASKS_AT_ONCE, uploads.into_iter().map(finish)).await?.into_iter().collect()
 }
 
 impl EncodeOptions {

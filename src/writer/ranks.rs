@@ -179,7 +179,8 @@ impl RankPart {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();
-                    if parent.is_none() || !error.is_damage() || unreadable == Unreadable::Fail {
+                    self.pipeline.discard_casks().await;
+                    if parent.is_none() || !Parent::is_dispensable(&error) || unreadable == Unreadable::Fail {
                         return Err(error);
                     }
                     tracing::warn!(%error, "no delta can be made; saving this rank's shards whole");
@@ -190,6 +191,7 @@ impl RankPart {
         if let Err(error) = uploaded.publish().await {
             // The failed attempt may have dropped chunks of the old base.
             self.pipeline.base.clear();
+            self.pipeline.discard_casks().await;
             return Err(error);
         }
         let tensors = layout.tensors.iter().zip(&uploaded.crcs).map(|(tensor, crcs)| {

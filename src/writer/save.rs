@@ -59,7 +59,16 @@ impl Writer {
             }
             let adapted = self.pipeline.adapt(&mut self.log, request.step, request.layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
-            let error = match self.attempt(request, parent.as_ref(), decision, adapted).await {
+            let outcome = self.attempt(request, parent.as_ref(), decision, adapted).await;
+            // After an unknown outcome, nothing is deleted.
+            let may_be_committed = match &outcome {
+                Ok(commit) => matches!(commit, Commit::Done(_)),
+                Err(error) => error.kind() == ErrorKind::OutcomeUnknown,
+            };
+            if !may_be_committed {
+                self.pipeline.discard_casks().await;
+            }
+            let error = match outcome {
                 Ok(Commit::Done(saved)) => return Ok(*saved),
                 Ok(Commit::Stale(stale)) if stale.replaced => {
                     self.restart_in_replaced_store(&stale.error).await?;
@@ -67,7 +76,7 @@ impl Writer {
                 }
                 Ok(Commit::Stale(stale)) => stale.error,
                 Ok(Commit::ParentLost(error)) => error,
-                Err(error) if parent.is_some() && error.is_damage() => error,
+                Err(error) if parent.is_some() && Parent::is_dispensable(&error) => error,
                 Err(error) => {
                     if self.pipeline.keeps_state(parent.as_ref()) {
                         // The failed attempt may have dropped chunks of the old base.
@@ -103,7 +112,7 @@ impl Writer {
                 parent.take_if(|_| decision.reason != DecisionReason::SmallDelta);
                 decision.estimate = Some(found);
             }
-            Err(error) if error.is_damage() => {
+            Err(error) if Parent::is_dispensable(&error) => {
                 tracing::warn!(%error, "no delta can be made; saving a base instead");
                 (*parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
@@ -124,6 +133,7 @@ impl Writer {
         let &Request { step, layout, metadata } = request;
         let age = Age::start();
         let uploaded = self.pipeline.write_casks(step, layout, parent).await?;
+        let next_rows = self.pipeline.next_rows(layout, parent)?;
         let directory = layout.directory()?;
         let prepared = Prepared {
             content: uploaded.content(&directory, &self.pipeline.store)?,
@@ -149,7 +159,7 @@ impl Writer {
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }
-            if let Some(next_rows) = self.pipeline.next_rows(layout, parent)? {
+            if let Some(next_rows) = next_rows {
                 self.pipeline.changed_rows.restart(saved.id, next_rows);
             }
         }

@@ -104,7 +104,6 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     let ahead = AheadUploads::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, &noise(5, 50 << 20)).await;
-    assert!(objects_of(folder.path()).len() > before.len(), "parts of it are there");
     writer.send_ahead(None);
     drop(ahead);
     until("the upload that was begun is removed", async || objects_of(folder.path()) == before).await;

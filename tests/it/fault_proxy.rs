@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::is_thorough;
-use tensorcask::maintain::{self, DoctorOptions, GcOptions, VerifyOptions};
+use tensorcask::maintain::{self, CopyOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::wire::Event;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Rank, Slice, Store, StoreOptions, TensorView, Writer, WriterOptions};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -25,19 +25,27 @@ enum Way {
     Status409,
     /// No answer; the connection stays open until the client gives up.
     Hang,
-    /// A server that cannot delete many objects with one request answers 501 to it.
-    NoBulkDelete,
 }
 
 const WAYS: [Way; 7] = [Way::Fin, Way::FinAfter, Way::Reset, Way::ResetAfter, Way::Status500, Way::Status409, Way::Hang];
 
+/// Requests that the proxy answers itself, with a refusal.
+#[derive(Debug, Clone, Copy)]
+struct Refusal {
+    /// Beginning of the request line, and a part of it.
+    method: &'static str,
+    path: &'static str,
+    status: &'static str,
+    code: &'static str,
+}
+
 /// Forwards one request per connection; the request whose number is in `at` is broken.
 struct Proxy {
     address: String,
+    refusals: std::sync::Mutex<Vec<Refusal>>,
+    refused: AtomicU64,
     seen: AtomicU64,
     at: AtomicU64,
-    /// Number of requests to delete many objects that were refused.
-    refused: AtomicU64,
     way: std::sync::Mutex<Way>,
 }
 
@@ -45,8 +53,9 @@ impl Proxy {
     async fn start(upstream: String) -> Arc<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let (seen, at, refused) = (AtomicU64::new(0), AtomicU64::new(u64::MAX), AtomicU64::new(0));
-        let proxy = Arc::new(Self { address, seen, at, refused, way: std::sync::Mutex::new(Way::Fin) });
+        let (refusals, way) = (std::sync::Mutex::default(), std::sync::Mutex::new(Way::Fin));
+        let (seen, refused) = (AtomicU64::new(0), AtomicU64::new(0));
+        let proxy = Arc::new(Self { address, refusals, refused, seen, at: AtomicU64::new(u64::MAX), way });
         let shared = proxy.clone();
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
@@ -78,9 +87,12 @@ impl Proxy {
                 body.len()
             )
         };
-        if way == Way::NoBulkDelete && request.starts_with(b"POST") && request.windows(7).take(1000).any(|window| window == b"?delete") {
+        let line = String::from_utf8_lossy(request.split(|byte| *byte == b'\r').next().unwrap_or_default()).into_owned();
+        let refuses = |refusal: &&Refusal| line.starts_with(refusal.method) && line.contains(refusal.path);
+        let refusal = self.refusals.lock().unwrap().iter().find(refuses).copied();
+        if let Some(Refusal { status, code, .. }) = refusal {
             self.refused.fetch_add(1, Ordering::SeqCst);
-            return client.write_all(respond("501 Not Implemented", "NotImplemented").as_bytes()).await;
+            return client.write_all(respond(status, code).as_bytes()).await;
         }
         match (broken, way) {
             (true, Way::Fin) => return Ok(()),
@@ -222,25 +234,90 @@ async fn break_requests(way: Way, bucket: &str, upstream: &str) -> Outcome {
     outcome
 }
 
-/// Bucket and address of the S3 server.
+/// Bucket and endpoint of the S3 server, if one runs.
 fn server() -> Option<(String, String)> {
     let found = std::env::var("TENSORCASK_TEST_STORE").ok().filter(|bucket| bucket.starts_with("s3://"));
     let (Some(bucket), Ok(endpoint)) = (found, std::env::var("AWS_ENDPOINT")) else {
         eprintln!("NOT RUN: the fault proxy needs an S3 server; use `bash tests/servers/run`");
         return None;
     };
-    Some((bucket, endpoint.trim_start_matches("http://").to_owned()))
+    Some((bucket, endpoint))
+}
+
+/// A proxy, and options and URLs of stores behind it.
+async fn refusing(refusals: Vec<Refusal>) -> Option<(Arc<Proxy>, impl Fn(&str) -> Store)> {
+    let (bucket, endpoint) = server()?;
+    let proxy = Proxy::start(endpoint.trim_start_matches("http://").to_owned()).await;
+    *proxy.refusals.lock().unwrap() = refusals;
+    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone()), ("retry_timeout".to_owned(), "1s".to_owned())]);
+    let id = tensorcask::wire::Id::random().unwrap();
+    let open = move |name: &str| {
+        let options = StoreOptions { config: config.clone(), inline_bytes: 0, ..StoreOptions::default() };
+        options.open(&format!("{bucket}/refusing/{id}/{name}")).unwrap()
+    };
+    Some((proxy, open))
+}
+
+/// A trainer may save without the permission to delete: one rank, many ranks, and copies to an archive.
+#[tokio::test(flavor = "multi_thread")]
+async fn saves_of_ranks_and_copies_need_no_permission_to_delete() {
+    let denied = |method, path| Refusal { method, path, status: "403 Forbidden", code: "AccessDenied" };
+    let Some((proxy, open)) = refusing(vec![denied("DELETE", ""), denied("POST", "?delete")]).await else { return };
+    let (store, archive) = (open("run"), open("archive"));
+    let mut writer = store.writer(Policy::Intermittent { every: 2 }).await.unwrap();
+    let of_probe = proxy.refused.load(Ordering::SeqCst);
+    assert!(of_probe > 0, "the probe of a new store removes its scratch objects if it may");
+    for step in 1..=3 {
+        let mut receipts = Vec::new();
+        let parent = writer.next_parent(step).await.unwrap();
+        for rank in 0..2 {
+            let (name, data) = (format!("w{rank}"), state(step + u64::from(rank)));
+            let mut ranks = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, WriterOptions::default()).await.unwrap();
+            receipts.push(ranks.save_on(step, parent, &[TensorView::new(&name, Dtype::U8, &[8000], &data).unwrap()], &[]).await.unwrap());
+        }
+        writer.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+    }
+    assert_eq!(proxy.refused.load(Ordering::SeqCst), of_probe, "a commit deletes nothing");
+    maintain::copy(&store, &archive, &CopyOptions::default()).await.unwrap();
+    for store in [store, archive] {
+        assert_eq!(store.snapshot(3).await.unwrap().read("w1", &Slice::all()).await.unwrap().data, state(4));
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+    }
+}
+
+/// A server that refuses the commit has not committed. The error tells the code of the server, and the writer goes on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_commit_tells_the_code_and_is_no_unknown_outcome() {
+    let Some((proxy, open)) = refusing(vec![]).await else { return };
+    let store = open("run");
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    for (status, code) in [("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied"), ("507 Insufficient Storage", "Full")] {
+        *proxy.refusals.lock().unwrap() = vec![Refusal { method: "PUT", path: "/log/", status, code }];
+        let error = save(&mut writer, 2).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
+        assert!(error.to_string().contains(code) && error.to_string().contains("nothing was committed"), "{error}");
+    }
+    // A server that fails may have committed nevertheless. The cause is told, too.
+    let (status, code) = ("500 Internal Server Error", "InternalError");
+    *proxy.refusals.lock().unwrap() = vec![Refusal { method: "PUT", path: "/log/", status, code }];
+    let error = save(&mut writer, 2).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutcomeUnknown, "{error}");
+    assert!(error.to_string().contains(code), "{error}");
+    let stopped = save(&mut writer, 2).await.unwrap_err();
+    assert!(stopped.to_string().contains(code), "{stopped}");
+    proxy.refusals.lock().unwrap().clear();
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    save(&mut writer, 2).await.unwrap();
+    assert_eq!(store.snapshots().await.unwrap().len(), 2);
 }
 
 /// Some servers answer *Not Implemented* to the request that deletes many objects at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_needs_the_request_that_deletes_many_objects() {
-    let Some((bucket, upstream)) = server() else { return };
-    let proxy = Proxy::start(upstream).await;
-    proxy.aim(Way::NoBulkDelete, u64::MAX);
-    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone())]);
-    let url = format!("{bucket}/proxy/{}", tensorcask::wire::Id::random().unwrap());
-    let store = StoreOptions { config, ..StoreOptions::default() }.open(&url).unwrap();
+    let bulk = Refusal { method: "POST", path: "?delete", status: "501 Not Implemented", code: "NotImplemented" };
+    let Some((proxy, open)) = refusing(vec![bulk]).await else { return };
+    let store = open("run");
     let mut writer = store.writer(Policy::Full).await.unwrap();
     for step in [1, 2] {
         save(&mut writer, step).await.unwrap();
@@ -255,7 +332,8 @@ async fn nothing_needs_the_request_that_deletes_many_objects() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_connection_is_no_conflict_and_no_loss() {
-    let Some((bucket, upstream)) = server() else { return };
+    let Some((bucket, endpoint)) = server() else { return };
+    let upstream = endpoint.trim_start_matches("http://");
     // All ways at once: the waits before retries, and those of requests that hang, overlap.
     let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, &upstream))).await;
     for (way, Outcome { broken, told }) in WAYS.iter().zip(outcomes) {

@@ -37,6 +37,7 @@ mod inline;
 mod maintenance;
 mod mirrors;
 mod narrow;
+mod newer;
 #[cfg(all(feature = "aws", feature = "azure"))]
 mod object_stores;
 mod objective;
@@ -46,6 +47,8 @@ mod precision;
 mod precision_choice;
 mod ranks;
 mod replaced;
+#[cfg(target_os = "linux")]
+mod roots;
 mod roundtrip;
 mod rows;
 mod sensitivity;

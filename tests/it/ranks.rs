@@ -12,7 +12,7 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, VerifyOptions};
-use tensorcask::testing::fault::{Fault, FaultStore};
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Receipt;
 use tensorcask::{
     BaseKeeping, Blob, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankExchange, RankWriter, Rect, Slice, Store,
@@ -415,5 +415,26 @@ async fn tensors_may_come_go_and_change() {
             }
             assert_clean(&store).await;
         }
+    }
+}
+
+/// The clock of the storage is read without deleting anything, also where objects cannot be overwritten.
+#[tokio::test]
+async fn a_commit_of_ranks_needs_no_permission_to_delete_or_overwrite() {
+    for refused in [Operation::Delete, Operation::Put] {
+        let memory = Arc::new(InMemory::new());
+        let objects =
+            FaultStore::new(memory.clone(), move |operation, path| match operation == refused && !path.as_ref().starts_with("casks/") {
+                true => Fault::FailBefore,
+                false => Fault::None,
+            });
+        let store = wrap(Arc::new(objects));
+        let mut coordinator = store.writer(Policy::Full).await.unwrap();
+        let mut writers = rank_writers(&store, 2, Policy::Full).await;
+        for step in 1..=3 {
+            let receipts = save_all(&mut writers, step, 64).await;
+            coordinator.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+        }
+        assert_holds(&wrap(memory), 3, 64).await;
     }
 }

@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::common::objects_of;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::VerifyOptions;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, TensorView};
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, TensorView, WriterOptions};
 
 /// A mounted tmpfs of a few megabytes.
 struct SmallDisk {
@@ -78,6 +78,31 @@ fn a_full_disk_fails_the_save_and_nothing_else() {
     disk.remount("size=16m");
     save(&mut writer, 4, 3 << 20).unwrap();
     assert_whole(&store, &[(1, 1 << 20), (4, 3 << 20)]);
+}
+
+/// A large save that does not fit gives back all the space that it took, at once: the log must still be writable.
+#[test]
+fn a_failed_save_leaves_nothing_on_a_full_disk() {
+    let Some(disk) = SmallDisk::new("40m") else { return };
+    let url = disk.folder.path().join("run");
+    let store = Store::open(url.to_str().unwrap()).unwrap();
+    let options = WriterOptions { policy: Policy::Full, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).unwrap();
+    save(&mut writer, 1, 1 << 20).unwrap();
+    let casks = || -> Vec<String> { objects_of(&url).into_iter().map(|(path, _)| path).filter(|path| path.contains("casks")).collect() };
+    let before = casks();
+    // The second tensor does not fit: its cask is unfinished, and that of the first is complete.
+    for sizes in [vec![60 << 20], vec![20 << 20, 30 << 20]] {
+        let data: Vec<Vec<u8>> = sizes.iter().map(|bytes| pattern(2, *bytes)).collect();
+        let names = ["model.w", "optimizer.exp_avg.w"];
+        let views = names.into_iter().zip(&data).map(|(name, data)| TensorView::new(name, Dtype::U8, &[data.len() as u64], data).unwrap());
+        let error = writer.save(2, &views.collect::<Vec<_>>(), &[], &Metadata::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
+        assert!(error.to_string().contains("No space left"), "{error}");
+        assert_eq!(casks(), before);
+        store.pin(1).unwrap();
+    }
+    assert_whole(&store, &[(1, 1 << 20)]);
 }
 
 /// The disk fills up at every possible amount of free space. Each save fails or is complete.

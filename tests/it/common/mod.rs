@@ -37,6 +37,18 @@ pub fn objects_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     found
 }
 
+/// Copies a folder with all that it holds.
+pub fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        match entry.path().is_dir() {
+            true => copy_folder(&entry.path(), &to.join(entry.file_name())),
+            false => _ = std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap(),
+        }
+    }
+}
+
 /// Returns a store in memory that holds exactly these objects.
 pub fn store_of(objects: &[(String, Vec<u8>)]) -> Store {
     let memory = InMemory::new();
