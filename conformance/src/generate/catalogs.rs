@@ -81,6 +81,13 @@ macro_rules! catalog {
     };
 }
 
+/// Returns the store with a catalog of its newest entry, but without one entry.
+fn without(sequence: u64) -> Result<Store, Failure> {
+    let mut store = with(9, catalog!("newest"))?;
+    store.objects.remove(&format!("log/{sequence:020}.json"));
+    Ok(store)
+}
+
 pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let sketch = |name: &str, clause: &str, why: &str, store: Store, outcome: Outcome| Sketch {
         name: format!("catalog/{name}"),
@@ -130,6 +137,9 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         reject("wrong-roles", "log 6.4", "a reduced snapshot is said to be whole", with(9, catalog!("wrong-roles"))?),
         reject("wrong-writer", "log 6.4", "another author of the last `added` entry", with(9, catalog!("wrong-writer"))?),
         reject("missing-row", "log 6.4", "a snapshot of the log is not there", with(9, catalog!("missing-row"))?),
+        // A reader that trusts the catalog gets to the end. One that uses no catalog does not: both must refuse the store.
+        reject("over-a-gap", "log 3.1", "an entry is missing below the one that a whole catalog follows", without(3)?),
+        reject("over-the-last-entry", "log 6.4", "the entry that a whole catalog follows is missing", without(9)?),
         reject("of-another-entry", "log 6.4", "right for entry 5, and named after entry 6", with(6, catalog!("of-another-entry"))?),
         accept("led-none", "log 8", "hosts of a session lead in turn; the store of the other `led` cases, without a catalog", led_store()?),
         accept("led", "log 6.3", "a catalog that says who leads, with entries of later leaders after it", led_with(7, catalog!("led"))?),
