@@ -93,6 +93,7 @@ def main():
     write("wrong-roles", table(keys, [row | {"roles": None} for row in rows]))
     write("wrong-writer", table(keys | {"state": json.dumps(json.loads(keys["state"]) | {"writer": "ee" * 16})}, rows))
     write("missing-row", table(keys, rows[:-1]))
+    write("circle", table(keys, [row | {"parent": row["snapshot"]} if row["parent"] else row for row in rows]))
     (OUT / "pages-of-gigabytes.parquet").write_bytes(forged(table(keys, rows)))
     write("of-another-entry", table(older_keys | {"sequence": "6"}, older))
     led, rows = catalog(7, "led-none")

@@ -227,7 +227,7 @@ impl MemoryTier {
     /// Also keeps the base of the newest chain, because a writer makes no delta on a chain whose base is forgotten. If
     /// the chain has become long, the base goes, and the next snapshot is a base.
     async fn prune(&mut self, keep: u32, uploads: &UploadState) -> Result<()> {
-        let records = self.store.history().records().await?;
+        let records = self.store.history().complete_records().await?;
         let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == SnapshotStatus::Live).collect();
         let chain = chain_of(&records, live.last().map(|newest| newest.id));
         let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
@@ -286,9 +286,9 @@ impl MemoryTier {
         Ok(true)
     }
 
-    /// Log entry of the last snapshot; 0 if there is none.
+    /// Log entry of the last snapshot; 0 if there is none. Fails if a part of the log is missing: what it named may not be uploaded.
     pub(crate) async fn last_sequence(&self) -> Result<u64> {
-        Ok(self.store.history().records().await?.last().map_or(0, |record| record.sequence))
+        Ok(self.store.history().complete_records().await?.last().map_or(0, |record| record.sequence))
     }
 
     /// Begins a new epoch if the log is long and the next tier has everything.

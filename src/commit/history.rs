@@ -80,6 +80,20 @@ impl History<'_> {
         Ok(load_log(self.store).await?.state().snapshots().to_vec())
     }
 
+    /// Returns the same for a decision that something is not needed. Fails with `Corrupt` unless the whole log is there.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+    /// use tensorcask::{Policy, Store};
+    /// let store = Store::open("memory://complete-example")?;
+    /// store.writer(Policy::Full).await?;
+    /// assert!(store.history().complete_records().await?.is_empty());
+    /// # Ok(()) }
+    /// ```
+    pub async fn complete_records(&self) -> Result<Vec<SnapshotRecord>> {
+        Ok(load_complete_log(self.store).await?.state().snapshots().to_vec())
+    }
+
     /// Returns all snapshots in the log as a table with the columns of a catalog (log 6). Leaves out snapshots whose
     /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {

@@ -122,7 +122,7 @@ pub(crate) async fn without_store_file(store: &Store) -> Result<Option<Error>> {
     Ok((!found.0.is_empty()).then(|| {
         let message =
             format!("is missing, although {found} are there: put it back from a copy of the store. To give these up, save to a new place");
-        Error::corrupt(message).object(STORE_FILE).clause("log 4.8")
+        Error::corrupt(message).object(STORE_FILE).clause("log 2.1")
     }))
 }
 

@@ -66,13 +66,14 @@ pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorRepo
         verified => verified?,
     };
     (report.has_store, report.problems) = (true, verified.problems);
+    let is_whole = report.problems.is_empty();
     let note = |error: Error| Problem { step: None, steps: Vec::new(), error };
     match probe(store.objects()).await {
         Ok(probe) => report.probe = Some(probe),
         Err(e) => report.problems.push(note(e)),
     }
-    // With a broken link, the objects that are needed are unknown.
-    if report.problems.is_empty() {
+    // With a broken link, the objects that are needed are unknown. A storage that fails, such as a full disk, breaks no link.
+    if is_whole && report.problems.iter().all(|problem| problem.error.kind() == ErrorKind::Storage) {
         let leftovers = GcOptions { apply: options.apply, age_floor: options.age_floor, collect: false, directories: false };
         match gc(store, &leftovers).await {
             Ok(found) => (report.orphans, report.young) = (found.deleted, found.waiting),

@@ -240,6 +240,12 @@ fn a_full_disk_can_be_freed() {
     let report = one_object(&output);
     assert!(report["freed_bytes"].as_u64() > Some(4096) && place.casks().len() < before, "{report}");
     assert!(place.casks().iter().all(|cask| cask.extension().is_some_and(|kind| kind == "cask")));
+    // The doctor says that nothing can be written, and removes leftovers nevertheless.
+    let orphan = place.path("run/casks").join(format!("{}.cask", "7".repeat(32)));
+    std::fs::write(&orphan, [0; 4096]).unwrap();
+    let output = full("doctor @run --apply --age-floor 0 --json");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(!orphan.exists(), "{}", stdout(&output));
     place.json("restore @run -o @out");
     assert_eq!(content(&place.path("out")), content(&training_file(1010)));
     assert_eq!(place.json("verify @run")["clean"], true);

@@ -77,6 +77,11 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
     for row in rows:
         if (row["kind"] == "delta") != (row["parent"] is not None) or not isclose(row["ratio"], row["stored_bytes"] / max(row["tensor_bytes"], 1)):
             return None
+    seen: set[str] = set()
+    for row in rows:
+        if row["parent"] not in seen | {None}:
+            return None
+        seen.add(row["snapshot"])
     return keys | {"state": state, "leadership": leadership}, rows
 
 

@@ -130,10 +130,14 @@ class State:
             self.known(parent)
         if (roles := event["roles"]) is not None:
             check_roles(id, roles)
+        pinned = False
         if step in (live := self.live()):
-            live[step].status = "superseded"
+            pinned = live[step].pinned
+            live[step].status, live[step].pinned = "superseded", False
         sequence, inline = entry["sequence"], event["inline"]
-        self.snapshots[id] = Record(id, step, parent, event["manifest"], sequence, entry["time_ms"], sequence, roles=roles, inline=inline)
+        self.snapshots[id] = Record(
+            id, step, parent, event["manifest"], sequence, entry["time_ms"], sequence, pinned=pinned, roles=roles, inline=inline,
+        )
 
     def _forgotten(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         for id in event["snapshots"]:

@@ -10,6 +10,10 @@ from .errors import corrupt
 from .log import State, apply_entry, entry_path, last_listed, read_store_file
 
 
+def is_filled(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
 class Store:
     """Reads the log and all that it names, and checks it."""
 
@@ -25,6 +29,8 @@ class Store:
                 states[self.state.sequence] = deepcopy(self.state)
         if self.state.sequence < last:
             raise corrupt("log 3.1", f"entry {self.state.sequence + 1} is missing, and entry {last} is there")
+        if not self.state.sequence and any(is_filled(root / folder) for folder in ("catalog", "directories", "snapshots")):
+            raise corrupt("log 4.8", "entry 1 is missing, and objects that follow it are there")
         self.snapshots = Snapshots(root)
         for record in self.state.snapshots.values():
             if record.status != "collected":

@@ -131,6 +131,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
             "pages that claim 2 GiB each: damaged, and skipped",
             with(9, catalog!("pages-of-gigabytes"))?,
         ),
+        accept("circle", "log 6.3", "snapshots that are their own parents: damaged, and skipped", with(9, catalog!("circle"))?),
         accept("missing-column", "log 6.3", "no column `pinned`: damaged, and skipped", with(9, catalog!("missing-column"))?),
         reject("wrong-entry", "log 6.4", "`tensorcask.entry` is not the digest of the entry", with(9, catalog!("wrong-entry"))?),
         reject("wrong-status", "log 6.4", "a forgotten snapshot is said to be live", with(9, catalog!("wrong-status"))?),

@@ -169,6 +169,10 @@ fn log() -> Result<Vec<Sketch>, Failure> {
     }
 
     let mut store = base_and_delta()?;
+    store.objects.retain(|path, _| !path.starts_with("log/"));
+    cases.push(reject("log/lost", "log 4.8", CORRUPT, "no entry is there, but a directory and manifests that follow one", store));
+
+    let mut store = base_and_delta()?;
     store.objects.insert("log/notes.txt".into(), b"not an entry".to_vec());
     store.objects.insert("log/3.json".into(), b"{}".to_vec());
     cases.push(accept("log/foreign-objects", "README 2.2", "objects whose names are not those of entries are ignored", store));
