@@ -125,13 +125,22 @@ def empty_mappings(state: Any, planner: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def left_out(planner: Any, plans: Iterable[SavePlan]) -> list[tuple[Any, ...]]:
-    """Paths of list elements that the planner knows, but saves on no rank."""
+def left_out(planner: Any, plans: Iterable[SavePlan], others: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Paths of list elements that the planner knows, but saves on no rank, of lists of which something is saved. ``others``: paths that
+    are saved besides those of the plans."""
     paths = getattr(planner, "mappings", None)
     if not isinstance(paths, dict):
         return []
     saved = {item.index.fqn for plan in plans for item in plan.items}
-    return [path for fqn, path in paths.items() if fqn not in saved and len(path) > 1 and isinstance(path[-1], int)]
+    kept = [*others, *(path for fqn, path in paths.items() if fqn in saved)]
+    places = {path[:length] for path in kept for length in range(1, len(path) + 1)}
+    lists = {path[:at] for path in kept for at in range(1, len(path)) if isinstance(path[at], int)}
+    found = (
+        next((path[: at + 1] for at in range(1, len(path)) if path[:at] in lists and path[: at + 1] not in places), None)
+        for fqn, path in paths.items()
+        if fqn not in saved
+    )
+    return [path for path in dict.fromkeys(found) if path is not None]
 
 
 def check_plannable(state: Any, on_unsupported: OnUnsupported) -> None:

@@ -222,7 +222,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         step, self._world = self._step(), len(plans)
         if all(getattr(plan, "usable", True) for plan in plans):
             # Otherwise the plans are those of an earlier save.
-            self._left_out = _planners.left_out(_planners.saving_call()[1], plans)
+            self._left_out = _planners.left_out(_planners.saving_call()[1], plans, self._empty_mappings)
         store = _process_stores.shared(self._store)
         parent = self._noting(
             lambda: store.with_writer(self._options, lambda writer: writer.next_parent(step, self._overwrite))

@@ -197,18 +197,27 @@ def test_every_form_of_a_state_that_is_saved_can_be_loaded(memory):
 
 def test_an_element_that_a_planner_leaves_out_is_none(memory):
     class Without(dcp.DefaultSavePlanner):
+        def __init__(self, *names):
+            super().__init__()
+            self.names = names
+
         def create_local_plan(self):
             plan = super().create_local_plan()
-            return dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn != "list.0"])
+            return dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn not in self.names])
 
     store = tensorcask.Store(memory)
     state = {"list": [torch.ones(1), torch.full((1,), 2.0)], "w": torch.ones(1)}
-    dcp.save(state, storage_writer=store.writer(step=1), planner=Without(), no_dist=True)
+    dcp.save(state, storage_writer=store.writer(step=1), planner=Without("list.0"), no_dist=True)
     assert store.load(1) == {"list": [None, torch.full((1,), 2.0)], "w": torch.ones(1)}
+    # An element that is a mapping, and a list of which nothing is saved.
+    state = {"list": [{"deep": torch.ones(1)}, torch.ones(1)], "gone": [torch.ones(1), {"deep": 1}], "w": torch.ones(1)}
+    dcp.save(state, storage_writer=store.writer(step=3), planner=Without("list.0.deep", "gone.0", "gone.1.deep"), no_dist=True)
+    assert store.load(3) == {"list": [None, torch.ones(1)], "w": torch.ones(1)}
     # Nothing is committed that cannot be loaded.
+    state = {"list": [torch.ones(1), torch.full((1,), 2.0)], "w": torch.ones(1)}
     with pytest.raises(BaseException, match=r"state\['list'\]: no rank has some elements of this list"):
-        dcp.save(state, storage_writer=Forgetful(store, step=2), planner=Without(), no_dist=True)
-    assert [info.step for info in store.snapshots()] == [1]
+        dcp.save(state, storage_writer=Forgetful(store, step=2), planner=Without("list.0"), no_dist=True)
+    assert [info.step for info in store.snapshots()] == [1, 3]
 
 
 class Forgetful(Writer):
