@@ -309,3 +309,18 @@ async fn a_pinned_step_is_replaced_only_by_itself() {
     writer.save(2, &other.tensors(), &other.blobs(), &SmallState::metadata(2)).await.unwrap();
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
+
+#[tokio::test]
+async fn a_compaction_whose_entry_is_lost_keeps_its_objects() {
+    let (folder, store) = saved(1..=3).await;
+    maintain::compact(&store, 3, &CompactOptions::default()).await.unwrap();
+    // After `opened` and three snapshots.
+    let last = entry(&folder, 5);
+    let kept = std::fs::read(&last).unwrap();
+    std::fs::remove_file(&last).unwrap();
+    let before = objects_of(folder.path());
+    maintain::gc(&store, &GcOptions { directories: false, ..NOW }).await.unwrap();
+    assert!(before == objects_of(folder.path()), "objects of the compaction were deleted");
+    std::fs::write(&last, kept).unwrap();
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+}
