@@ -152,7 +152,7 @@ impl Store {
         let row = |problem: &maintain::Problem| {
             (problem.step, problem.error.object_name().map(str::to_owned), problem.error.to_string(), problem.steps.clone())
         };
-        let problems: Vec<(Option<u64>, Option<String>, String, Vec<u64>)> = report.problems.iter().map(row).collect();
+        let problems: Vec<_> = report.problems.iter().map(row).collect();
         let facts = PyDict::new(py);
         facts.set_item("entries", report.entries)?;
         facts.set_item("snapshots", report.snapshots)?;

@@ -24,7 +24,7 @@ pub(crate) struct Pages {
 impl Pages {
     /// Number of rows to decode at once.
     pub(crate) fn batch_rows(self) -> usize {
-        let rows = MAX_BATCH_TEXT_BYTES / self.largest_text_page.max(1);
+        let rows = MAX_BATCH_TEXT_BYTES.checked_div(self.largest_text_page).unwrap_or(MAX_BATCH_TEXT_BYTES);
         usize::try_from(rows).unwrap_or(MAX_BATCH_ROWS).clamp(1, MAX_BATCH_ROWS)
     }
 }

@@ -335,7 +335,7 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     let Some((bucket, endpoint)) = server() else { return };
     let upstream = endpoint.trim_start_matches("http://");
     // All ways at once: the waits before retries, and those of requests that hang, overlap.
-    let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, &upstream))).await;
+    let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, upstream))).await;
     for (way, Outcome { broken, told }) in WAYS.iter().zip(outcomes) {
         assert!(broken > 6, "{way:?}: only {broken} requests were broken");
         eprintln!("{way:?}: {broken} requests broken, {told} of them told");

@@ -9,8 +9,10 @@ use tensorcask_engine::{Engine, Source, Until};
 
 use super::host::*;
 
-/// Names, dtypes, shapes and bytes of a restored state.
-fn facts(engine: &Engine) -> (Source, Vec<(String, Dtype, Vec<u64>, Vec<u8>)>) {
+/// Name, dtype, shape and bytes of a restored tensor.
+type Fact = (String, Dtype, Vec<u64>, Vec<u8>);
+
+fn facts(engine: &Engine) -> (Source, Vec<Fact>) {
     let found = engine.restore(Latest).unwrap();
     let fact = |tensor: &tensorcask_engine::RestoredTensor<'_>| {
         let stored = tensor.tied_to.map_or(tensor, |first| &found.tensors[first]);
@@ -85,7 +87,7 @@ fn an_arena_that_cannot_be_opened_is_kept() {
     let file = std::fs::File::options().read(true).write(true).open(&arena).unwrap();
     let mut version = [0; 8];
     file.read_exact_at(&mut version, 8).unwrap();
-    file.write_all_at(&99u64.to_ne_bytes(), 8).unwrap();
+    file.write_all_at(&[99, 0, 0, 0, 0, 0, 0, 0], 8).unwrap();
     refused(ErrorKind::Unsupported, "version 99");
     file.write_all_at(&version, 8).unwrap();
     // A place that cannot be read, as a file system with an error.
