@@ -11,7 +11,10 @@
 #
 # The same rows in a table of DuckDB, or with disabled_optimizers='statistics_propagation,filter_pushdown', give 1, 1 and 2.
 # So tensorcask keeps numbers of NaN in a column of their own.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" duckdb==2.0.1 pyarrow==26.0.1 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" duckdb==2.0.1 pyarrow==26.0.1 <<'PYTHON'
 import math
 
 import duckdb

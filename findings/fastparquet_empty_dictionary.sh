@@ -4,7 +4,10 @@
 # The dictionary of such a column is empty, so without compression its page has 0 bytes. pyarrow 26.0.1 and the Rust library
 # parquet (here in datafusion 55.0.0) write such files. fastparquet stops with "TypeError: an integer is required" and reads no
 # column of the file, unless the caller leaves this one out. Without a dictionary, or with compression, it reads the nulls.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" fastparquet==2026.9.0 pyarrow==26.0.1 datafusion==55.0.0 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" fastparquet==2026.9.0 pyarrow==26.0.1 datafusion==55.0.0 <<'PYTHON'
 import datafusion
 import fastparquet
 import pyarrow

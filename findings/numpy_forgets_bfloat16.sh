@@ -4,7 +4,10 @@
 # np.save writes bfloat16 as '<V2' and the types of 8 bits or fewer as '<V1' (void: bytes without a meaning). np.load returns
 # an array of dtype V2 or V1. The bytes are right: `loaded.view(ml_dtypes.bfloat16)` has the numbers, for who knows the dtype.
 # Types of 4 bits, such as float4_e2m1fn, take a byte for each element, in memory and in the file.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" numpy==2.4.6 ml_dtypes==0.6.0 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" numpy==2.4.6 ml_dtypes==0.6.0 <<'PYTHON'
 import ml_dtypes
 import numpy
 

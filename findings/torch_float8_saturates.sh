@@ -5,7 +5,10 @@
 # and infinity become 448. JAX, through ml_dtypes, makes NaN of all above 464, as torch did before. float8_e5m2 has infinities,
 # and both agree on it: 61440 and above become infinity. So a state that is rounded to 8 bits by two frameworks, or by two
 # versions of torch, differs just where it overflows, and only one of them shows the overflow.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" torch==2.15.0 numpy==2.4.6 ml_dtypes==0.6.0 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" torch==2.15.0 numpy==2.4.6 ml_dtypes==0.6.0 <<'PYTHON'
 import ml_dtypes
 import numpy
 import torch

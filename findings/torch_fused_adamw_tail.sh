@@ -5,7 +5,10 @@
 # once. For whole vectors of 8 floats, torch computes fma((1 - beta2) * g, g, beta2 * v); for the rest of the tensor
 # fma(v, beta2, (1 - beta2) * g * g). So equal elements with equal gradients get unequal second moments, only because of their
 # place: the same weights in a tensor with a multiple of 8 elements, or in another sharding, train to other bits.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" torch==2.15.0 numpy==2.4.6 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" torch==2.15.0 numpy==2.4.6 <<'PYTHON'
 import numpy
 import torch
 

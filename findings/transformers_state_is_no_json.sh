@@ -4,7 +4,10 @@
 # If a metric of an evaluation is NaN, as the loss of a run that diverges, the log of the Trainer's state has NaN. Python's json
 # writes and reads it by default, so the Trainer reads its own file. Strict parsers (JSON.parse of JavaScript, serde_json of
 # Rust) refuse the whole file. Besides, "best_metric" becomes Infinity, although no metric was infinite.
-exec bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" torch==2.15.0 'transformers==5.24.0' accelerate==1.15.0 numpy==2.4.6 <<'PYTHON'
+set -euo pipefail
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bash "$(dirname "${BASH_SOURCE[0]}")/in_venv" "$scratch" torch==2.15.0 'transformers==5.24.0' accelerate==1.15.0 numpy==2.4.6 <<'PYTHON'
 import json
 
 import torch
