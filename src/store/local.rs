@@ -115,8 +115,9 @@ impl Listed {
     }
 }
 
+/// Whether nothing lies at a path. A file in the place of the root is no absence: it says nothing about the store.
 fn is_absence(error: &std::io::Error) -> bool {
-    matches!(error.kind(), Io::NotFound | Io::NotADirectory)
+    error.kind() == Io::NotFound
 }
 
 fn no_object(object: &str, kind: std::fs::FileType) -> Error {
