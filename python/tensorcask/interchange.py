@@ -386,7 +386,7 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
             if getattr(place, "transform_descriptors", None):
                 return found
             content = io.BytesIO(found.read(-1))
-            if content.getbuffer()[:4] == b"PK\3\4":
+            if bytes(content.getbuffer()[:4]) == b"PK\3\4":
                 check_sums(content, f"{path / place.relative_path}, at byte {place.offset},")
                 content.seek(0)
             return content
