@@ -33,9 +33,12 @@ impl SessionLog {
         Ok(Self { log: load_complete_log(store).await? })
     }
 
-    /// Reads the log of a mirror for a decision that memory is not needed. Fails if entries after a gap are there.
-    pub(crate) async fn open_whole(mirror: &Store) -> Result<Self> {
-        Ok(Self { log: Log::load_whole(mirror).await? })
+    /// Reads the log of a mirror for a decision that memory is not needed. Fails if entries after a gap are there. Entries before the
+    /// newest catalog may be gone: the log of a mirror is shortened.
+    pub(crate) async fn open_to_end(mirror: &Store) -> Result<Self> {
+        let mut log = Log::load_part(mirror).await?;
+        log.read_to_end().await?;
+        Ok(Self { log })
     }
 
     /// Reads the entries that were committed since. Fails with `Conflict` if the store was deleted or replaced.

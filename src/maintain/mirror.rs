@@ -306,7 +306,7 @@ impl Mirror {
             listed.extend(objects.list(folder).await?.into_iter().map(|found| found.path));
         }
         let mut needed = BTreeSet::new();
-        let log = match SessionLog::open_whole(&self.memory).await {
+        let log = match SessionLog::open_to_end(&self.memory).await {
             Ok(log) if log.sequence() > 0 => log,
             // The log is still being copied.
             Ok(_) => return Ok(()),
