@@ -90,8 +90,8 @@ class _Arrivals:
 class Preemption:
     """Watches for the announced end of this process: see :meth:`tensorcask.Engine.on_preemption`.
 
-    A signal sets a flag and nothing else. The training loop looks at it between steps, so no save is cut off. A save that waits for a
-    slot is skipped, because the wait would use up the time that is left.
+    A signal sets a flag and nothing else. The training loop looks at it between steps, so no save is cut off. Once half of
+    the time is over, a save that waits for a slot is skipped: the wait would use up the time of the drain.
     """
 
     def __init__(
@@ -138,7 +138,10 @@ class Preemption:
         """Announces the end of the process, for example after a notice of the cloud. Threads and signal handlers may call it."""
         if self._notice is None:
             self._notice = (time.monotonic(), reason)
-            self._engine.set_ending(True)
+            # The newest state is worth a wait, but the drain needs time, too.
+            ending = threading.Timer(self._grace / 2, self._engine.set_ending, (True,))
+            ending.daemon = True
+            ending.start()
 
     @property
     def requested(self) -> bool:

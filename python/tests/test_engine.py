@@ -512,7 +512,7 @@ def test_values_may_differ_between_ranks(url, folder, caplog):
         assert engine.wait("durable", 60) == Waited(True, [], None)
     with caplog.at_level(logging.WARNING, "tensorcask"):
         assert [engine.restore().state["clock"] for engine in engines] == [{"elapsed": 100.0, "list": [0]}, {"elapsed": 101.0, "list": [1]}]
-        assert not caplog.records
+        assert not [record for record in caplog.records if "clock" in record.getMessage()]
     ends = [threading.Thread(target=engine.finish) for engine in engines]
     for end in ends:
         end.start()

@@ -243,7 +243,7 @@ def test_values_that_cannot_be_stored_are_left_out_or_replaced(tmp_path, url):
     torch.save({"w": torch.ones(2), "set": {1}, "list": [{2}, 3], "of": Trap()}, tmp_path / "b.pt")
     allowed = [word for name in ("shutil.copyfile", *names) for word in ("--allow", name)]
     failed = command("import", tmp_path / "b.pt", url, "--step", 1, *allowed)
-    assert failed.returncode == 1 and "state['set']: builtins.set cannot be stored. To leave such values out, add --on-unsupported skip" in failed.stderr
+    assert failed.returncode == 1 and "state['set']: builtins.set cannot be stored; store sorted(value). To leave such values out, add --on-unsupported skip" in failed.stderr
     done = command("import", tmp_path / "b.pt", url, "--step", 1, *allowed, "--on-unsupported", "skip")
     assert done.returncode == 0, done.stderr
     loaded = tensorcask.load(url)

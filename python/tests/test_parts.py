@@ -61,5 +61,5 @@ def test_a_shard_is_checked(url):
         Shard(np.zeros(3), (3, 1), (0, 0))
     with pytest.raises(ValueError, match="is not inside of shape"):
         Shard(np.zeros(3), (4,), (2,))
-    with pytest.raises(TypeError, match=r"state\['w'\]: a Shard can only be saved by tensorcask.Engine"):
+    with pytest.raises(TypeError, match=r"state\['w'\]: a part of a tensor .a Shard, or a tensor with global_offsets. can only be saved by tensorcask.Engine"):
         tensorcask.save({"w": Shard(np.zeros(3), (4,), (1,))}, url, step=1)

@@ -140,6 +140,10 @@ impl Objects {
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.counters.add(1, 0, 0);
+        // A place that was no folder yet, such as a file of another tool, has no objects.
+        if self.client().is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+            return Ok(Vec::new());
+        }
         let mut found: Vec<Listed> = match self.local_folder() {
             Some(root) => {
                 let (root, folder) = (root.to_owned(), folder.to_owned());

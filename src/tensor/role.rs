@@ -94,7 +94,8 @@ fn place_of_role(segments: &[&str]) -> FoundRole {
     }
     if key.is_some() {
         let found = role_at(LAST_IN_OPTIMIZER, last).filter(|_| last > body);
-        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, first)).or_else(|| role_at(PLAIN_WORDS, first));
+        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, first));
+        let found = found.or_else(|| role_at(PLAIN_WORDS, first)).or_else(|| role_at(PLAIN_WORDS, last));
         return found.map_or(FoundRole { role: "optimizer", at: None, is_certain: true }, certain);
     }
     let anywhere = (0..segments.len()).find_map(|at| role_at(WORDS, at));
@@ -218,6 +219,7 @@ mod tests {
             ("optimizer.state.momentum.weight.exp_avg_sq", "exp_avg_sq", true),
             ("opt_state.0.nu.params.mu.kernel", "exp_avg_sq", true),
             ("optimizer.state.param.layers.0.w", "master", true),
+            ("optim.state.w.master", "master", true),
             ("optimizer.state.param.exp_avg", "exp_avg", true),
             ("app.optimizer.state.w.exp_avg", "exp_avg", true),
             ("optimizer.state.0.exp_avg.codes", "optimizer", true),
