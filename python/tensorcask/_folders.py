@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def step_in(folder: Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def read(folder: Path, allow: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The state in a folder of a trainer, and the names of files and folders that are left out.
+def read(folder: Path, allow: Sequence[str], read_dcp: Callable[[Path, Sequence[str]], Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state in a folder of a trainer, and the names of files and folders that are left out. ``read_dcp`` reads a folder of DCP.
 
     The folder of a Trainer gives the state that :class:`tensorcask.transformers.Callback` saves.
     """
@@ -74,10 +74,8 @@ def read(folder: Path, allow: Sequence[str]) -> tuple[dict[str, Any], list[str]]
         if path.is_dir():
             if (path / ".metadata").is_file():
                 # A part in shards, such as `optimizer_0` of FSDP.
-                from .interchange import _read_dcp
-
                 try:
-                    state[path.name] = _read_dcp(path, allow)
+                    state[path.name] = read_dcp(path, allow)
                 except RefusedPickle as error:
                     refused.append(error)
                 used.add(path.name)

@@ -435,5 +435,5 @@ _OF_DCP = (_COMMON, "metadata.json", "integrity.json")
 _READERS: dict[str, Callable[[Path, Sequence[str]], tuple[Any, list[str]]]] = {
     "torch": _read_torch,
     "dcp": _read_dcp_folder,
-    "trainer": _folders.read,
+    "trainer": lambda folder, allow: _folders.read(folder, allow, _read_dcp),
 }

@@ -39,12 +39,4 @@ def test_each_module_imports_only_modules_before_it():
 
 def test_private_modules_are_short():
     for path in PACKAGE.glob("_*.py"):
-        assert len(path.read_text().splitlines()) < 400, path.name
-
-
-def test_no_class_has_more_than_twenty_methods():
-    for path in PACKAGE.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                methods = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
-                assert len(methods) <= 20, f"{path.name}: {node.name} has {len(methods)} methods"
+        assert len(path.read_text().splitlines()) < 600, path.name
