@@ -175,6 +175,9 @@ async fn reduce(
             (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
         }
     }
+    // Before the manifest is written: garbage collection keeps what the manifest of an unknown commit names.
+    let advice = "if an earlier reduction left it, run `tensorcask gc --apply` first";
+    age.check_leftover(options.age_floor, advice)?;
     let directory = directory_of(&snapshot.chain.newest().directory, roles)?;
     let digest = Digest::of(&directory);
     manifest.directory = digest;
@@ -184,7 +187,7 @@ async fn reduce(
     let parent = manifest.parent.as_ref().map(|parent| parent.snapshot);
     let kept: Vec<String> = manifest.content.keys().cloned().collect();
     commit_manifest(store, log, &record, &manifest, |state, digest| {
-        age.check_leftover(options.age_floor, "if an earlier reduction left it, run `tensorcask gc --apply` first")?;
+        age.check_leftover(options.age_floor, advice)?;
         check_unchanged(state, &record)?;
         if let Some(reason) = reason_to_hold(state, &record, roles) {
             return Err(Error::new(ErrorKind::Conflict, format!("step {} cannot be reduced any more: {reason}", record.step)));
