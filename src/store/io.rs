@@ -136,12 +136,16 @@ impl Objects {
         }
     }
 
+    /// Whether the place of a local store has not been a folder yet: it is absent, or a file of another tool.
+    fn is_no_folder(&self) -> bool {
+        self.client().is_err_and(|e| e.kind() == ErrorKind::NotFound)
+    }
+
     /// Lists the objects in a folder, ordered by path. Leaves out whatever does not have the name of an object (README 2).
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.counters.add(1, 0, 0);
-        // A place that was no folder yet, such as a file of another tool, has no objects.
-        if self.client().is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+        if self.is_no_folder() {
             return Ok(Vec::new());
         }
         let mut found: Vec<Listed> = match self.local_folder() {
@@ -287,7 +291,7 @@ pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option
 
 /// Files that interrupted writes have left on local disk, or that are being written. Listings of objects leave them out.
 pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
-    let Some(root) = objects.local_folder() else { return Ok(Vec::new()) };
+    let Some(root) = objects.local_folder().filter(|_| !objects.is_no_folder()) else { return Ok(Vec::new()) };
     let root = root.to_owned();
     blocking(objects.url.clone(), move || local::staged(&root)).await
 }
