@@ -28,11 +28,11 @@ pub struct CleanedRun {
     pub bytes: u64,
     /// Seconds since its files changed.
     pub seconds_since_change: f64,
-    /// What happened to it.
+    /// Result for this run.
     pub result: CleanResult,
 }
 
-/// What happened to a run.
+/// Result of cleaning one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CleanResult {
     /// A process trains it.

@@ -115,7 +115,7 @@ impl Connection {
     }
 }
 
-/// What came of a request.
+/// Outcome of a request.
 pub(crate) enum Answer {
     Reply(Result<Reply>),
     /// No reply has come in time. It may still come.

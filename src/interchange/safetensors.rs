@@ -284,7 +284,9 @@ dtype_names! {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use serde_json::{Map, Value};
+
+    use super::{MAX_HEADER_BYTES, encode_header};
     use crate::ErrorKind;
 
     #[test]

@@ -231,7 +231,7 @@ fn a_full_disk_can_be_freed() {
     let output = full("gc @run --apply --age-floor 0 --json");
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stderr(&output).contains("nothing was committed"), "{}", stderr(&output));
-    // What was given up before is deleted.
+    // Objects that an earlier collection has marked are deleted.
     place.json("gc @run --apply");
     let before = place.casks().len();
     std::fs::write(place.path("run/casks").join(format!("{}.cask#1", "7".repeat(32))), [0; 4096]).unwrap();

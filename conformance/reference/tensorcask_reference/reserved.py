@@ -95,7 +95,7 @@ def read_node(node: Any) -> tuple[str, Any, Any]:
             raise corrupt("tree 3.1", "positions do not ascend")
         return kind, value, None
     if kind == "typed" and is_text(value):
-        # What follows is the value; the type is for programs that have it (tree 2.8).
+        # The next node is the value. Programs that have the type make it from the value (tree 2.8).
         return kind, range(1), None
     if kind in ("list", "tuple") and is_number(value):
         # More than Python counts to is more than there are nodes, too.
