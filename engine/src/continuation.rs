@@ -35,7 +35,7 @@ impl Continuation {
                 let message = format!(
                     "step {step} is not saved, because it could replace stored steps: step {found} is stored, and this training has restored \
                      nothing. Restore a step first. A training that continues from a step it has loaded by itself calls discard_after with \
-                     that step. A new training needs another store"
+                     that step. A new training needs another store, or the option `overwrite` of the engine"
                 );
                 Err(Error::new(ErrorKind::Conflict, message).object(store))
             }

@@ -166,6 +166,9 @@ impl Engine {
             _ => None,
         };
         self.continuation = Continuation::found(report.newest_steps.into_iter().chain(raw.map(|header| header.step)));
+        if self.options.overwrite {
+            self.continuation.note();
+        }
         match report.freshness {
             Freshness::Stale(latest) => {
                 self.session.mark_stale(latest);

@@ -131,6 +131,9 @@ pub struct EngineOptions {
     pub folder: Option<PathBuf>,
     /// Timeout for asking the store whether memory is up to date. After it, a restore trusts memory.
     pub store_timeout: Duration,
+    /// Whether an engine that has restored no step may replace stored steps. Otherwise its first save of such a step fails:
+    /// a program that takes a later start for the first one would replace them all.
+    pub overwrite: bool,
 }
 
 impl EngineOptions {
@@ -165,6 +168,7 @@ impl EngineOptions {
             agent_idle_exit: Duration::from_secs(15 * 60),
             folder: None,
             store_timeout: Duration::from_secs(5),
+            overwrite: false,
         }
     }
 

@@ -568,6 +568,7 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
                 let of = |(keep_last, keep_every, keep_weights_every)| Retention { keep_last, keep_every, keep_weights_every };
                 options.retention = value.extract::<Option<(Option<u64>, Option<u64>, Option<u64>)>>()?.map(of);
             }
+            "overwrite" => options.overwrite = value.extract()?,
             "keep_base_decoded" => options.keep_base_decoded = value.extract()?,
             "back_pressure" => options.back_pressure = BackPressure::from_name(&text()?).map_err(name_of)?,
             "on_agent_loss" => {

@@ -190,8 +190,6 @@ class Engine:
         self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
-        # Whether saves may replace steps.
-        self._may_replace = overwrite
         # Number of agreements through the store.
         self._agreed = 0
         self._native = _native.Engine(
@@ -217,6 +215,7 @@ class Engine:
                 "check": check,
                 "retention": retention_of(keep_last, keep_every, keep_weights_every),
                 "keep_base_decoded": keep_base_decoded,
+                "overwrite": overwrite,
                 "back_pressure": back_pressure,
                 "on_agent_loss": on_agent_loss,
                 "encode": encode,
@@ -320,7 +319,6 @@ class Engine:
             deferred.append((*row, None if tied == len(deferred) else tied))
         blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
         arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
-        self._check_first_save(step)
         # This rank may have no element of a tensor, which is then not saved here.
         saved_here = {row[0] for row in (*tensors, *deferred)}
         rows = {name: found for name, found in named.items() if name in saved_here or name not in flat.tensors}
@@ -338,18 +336,6 @@ class Engine:
         copies = _device.Copies() if native.is_skipped else self._arena.copy(native, sources)
         self._saving = saving = Saving(self, native, copies, None, confirm)
         return saving
-
-    def _check_first_save(self, step: int) -> None:
-        """Refuses to replace the steps of a run that this engine does not go on from."""
-        if self._may_replace:
-            return
-        newest = max((found.step for found in self.loadable()), default=-1)
-        if step <= newest:
-            raise _native.ConflictError(
-                f"{self._store.url}: the store has steps up to {newest}, and this engine has restored none of them. Saving step {step} would "
-                "replace them. Restore a step first, use another store, or pass overwrite=True to tensorcask.Engine"
-            )
-        self._may_replace = True
 
     def _settle(self) -> None:
         """Ends a save that has begun."""
@@ -434,7 +420,6 @@ class Engine:
             return buffers
 
         facts = self._native.restore(None if step == "latest" else check_step(step), parts, places)
-        self._may_replace = True
         loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
         loaded.update({name: loaded[first] for name, first in tied.items()})
         loaded.update(targets)
@@ -499,7 +484,6 @@ class Engine:
 
         Says also that the training continues from ``step``: a job that has loaded the step by itself calls it before it saves.
         """
-        self._may_replace = True
         return self._native.discard_after(check_step(step))
 
     def wait(self, until: str = "durable", timeout: float | None = None, *, step: int | None = None) -> Waited:

@@ -150,7 +150,7 @@ def test_a_training_that_restored_nothing_replaces_no_stored_step(url, folder): 
     with tensorcask.Engine(url, folder=folder) as engine:
         with pytest.raises(tensorcask.TemplateError):
             engine.restore(out={**state_of(0), "lora": np.zeros(3, np.float32)})
-        with pytest.raises(tensorcask.ConflictError, match="the store has steps up to 5, and this engine has restored none of them"):
+        with pytest.raises(tensorcask.ConflictError, match="step 5 is stored, and this training has restored nothing"):
             engine.save(state_of(1), step=1)
         assert engine.restore().step == 5
         engine.save(state_of(1), step=1)

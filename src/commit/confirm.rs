@@ -151,7 +151,7 @@ impl Log {
                 match waits.next() {
                     Some(wait) => tokio::time::sleep(wait).await,
                     None if later.contains_key(&next) => return Err(hidden(next)),
-                    None => return Err(gap(next, &format!("entry {last}"))),
+                    None => return Err(gap(next, &format!("entry {last}"), "log 5.8")),
                 }
             }
         }

@@ -66,7 +66,7 @@ impl<'l> StoredEntries<'l> {
             let sizes = self.log.store.objects().sizes(paths, CONCURRENT_REQUESTS).await?;
             if let Some((&sequence, _)) = batch.iter().zip(sizes).find(|(_, size)| size.is_none()) {
                 let above = listed.range(sequence..).next_back().map(|(last, _)| format!("entry {last}"));
-                return Ok(Some(gap(sequence, &above.unwrap_or_else(|| format!("a catalog of entry {last}")))));
+                return Ok(Some(gap(sequence, &above.unwrap_or_else(|| format!("a catalog of entry {last}")), "log 5.8")));
             }
         }
         // The last entry is read in any case. A file costs nothing to read, and a listing of an object store has sizes.
@@ -109,12 +109,13 @@ impl<'l> StoredEntries<'l> {
 }
 
 /// The error of an absent entry below something that says that it was there.
-pub(super) fn gap(sequence: u64, above: &str) -> Error {
+pub(super) fn gap(sequence: u64, above: &str, clause: &'static str) -> Error {
     let message = format!(
-        "is missing, although {above} is there: a part of the log was deleted. Put it back, or save to a new place. On a network file \
-         system, the cause may be a stale cache: mount it again and look once more"
+        "is missing, although the store has {above}: a part of the log was deleted. Nothing was changed. Put the log back from a copy of \
+         the store, or copy the steps that are left to a new place. On a network file system, the cause may be a stale cache: mount it \
+         again and try again"
     );
-    Error::corrupt(message).object(LogEntry::path_of(sequence)).clause("log 5.8")
+    Error::corrupt(message).object(LogEntry::path_of(sequence)).clause(clause)
 }
 
 /// The error of an entry that a listing shows and a request does not return.

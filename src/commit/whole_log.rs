@@ -3,8 +3,7 @@
 //! A reader stops at the first absent entry. So a log of which entries were lost looks like a shorter one, and a lost log like
 //! that of an empty store. Whoever takes the rest for all deletes or overwrites what the lost entries name.
 
-use std::collections::BTreeSet;
-
+use super::entries::{StoredEntries, gap};
 use super::{Catalog, Log, LogState, Standing};
 use crate::error::ResultExt;
 use crate::store::Store;
@@ -13,8 +12,6 @@ use crate::{Error, ErrorKind, Result, boxed};
 
 /// Advice for a log of which a part is missing.
 const PUT_BACK: &str = "put the log back from a copy of the store, or copy the steps that are left into a new place. Nothing was changed";
-/// Number of objects whose existence is asked at once.
-const CONCURRENT_REQUESTS: usize = 32;
 
 /// Reads the log of a store. Fails if the log or `store.json` is gone, while other objects show that there was one: such a store
 /// is not empty.
@@ -35,8 +32,8 @@ pub(crate) async fn load_complete_log(store: &Store) -> Result<Log> {
     let mut log = load_log(store).await?;
     log.read_to_end().await?;
     check_catalogs(&mut log).await?;
-    check_entries(store, 1, log.state.sequence).await?;
-    Ok(log)
+    let gap = StoredEntries::new(&log).find_gap().await?;
+    gap.map_or(Ok(log), Err)
 }
 
 /// Fails if a log is empty and other objects show that it was not.
@@ -73,7 +70,7 @@ async fn check_catalogs(log: &mut Log) -> Result<()> {
     let Some((sequence, head)) = log.entered else { return Ok(()) };
     let path = LogEntry::path_of(sequence);
     let bytes = log.store.objects().get_if_present(&path, log.store.limits().max_entry_bytes).await?;
-    let bytes = bytes.ok_or_else(|| gap(sequence, "although a catalog follows it", "log 6.4"))?;
+    let bytes = bytes.ok_or_else(|| gap(sequence, "a catalog of that entry", "log 6.4"))?;
     let (_, digest) = LogEntry::decode(&bytes, sequence, log.store.limits()).in_object(path.as_str())?;
     match digest == head {
         true => Ok(()),
@@ -84,22 +81,6 @@ async fn check_catalogs(log: &mut Log) -> Result<()> {
     }
 }
 
-/// Fails if an entry from `first` to `last` is absent.
-#[boxed]
-async fn check_entries(store: &Store, first: u64, last: u64) -> Result<()> {
-    let listed: BTreeSet<String> = store.objects().list("log").await?.into_iter().map(|listed| listed.path).collect();
-    // A listing may lag, so the storage is asked for each entry that it lacks.
-    let unlisted: Vec<u64> = (first..=last).filter(|&sequence| !listed.contains(&LogEntry::path_of(sequence))).collect();
-    for some in unlisted.chunks(CONCURRENT_REQUESTS) {
-        let paths = some.iter().copied().map(LogEntry::path_of).collect();
-        let sizes = store.objects().sizes(paths, CONCURRENT_REQUESTS).await?;
-        if let Some((sequence, _)) = some.iter().zip(sizes).find(|(_, size)| size.is_none()) {
-            return Err(gap(*sequence, &format!("although the log goes on to entry {last}"), "log 3.1"));
-        }
-    }
-    Ok(())
-}
-
 /// Fails if the storage has entries or catalogs after the last entry that was read, or other objects although none was read.
 #[boxed]
 pub(crate) async fn check_log_ends(store: &Store, state: &LogState) -> Result<()> {
@@ -108,12 +89,6 @@ pub(crate) async fn check_log_ends(store: &Store, state: &LogState) -> Result<()
     log.read_to_end().await?;
     log.entered = None;
     check_catalogs(&mut log).await
-}
-
-/// The error for an absent entry.
-fn gap(sequence: u64, why: &str, clause: &'static str) -> Error {
-    let message = format!("is missing, {why}: a part of the log was deleted; {PUT_BACK}");
-    Error::corrupt(message).object(LogEntry::path_of(sequence)).clause(clause)
 }
 
 /// The error for a place with objects of a store, but without `store.json`.
@@ -138,7 +113,7 @@ impl Contents {
 
     /// The error for a log without its first entry, if there are objects.
     pub(crate) fn lost_log(self) -> Option<Error> {
-        (!self.0.is_empty()).then(|| gap(1, &format!("although {self} are there"), "log 4.8"))
+        (!self.0.is_empty()).then(|| gap(1, &self.to_string(), "log 4.8"))
     }
 }
 

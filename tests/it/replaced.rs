@@ -249,7 +249,7 @@ async fn nobody_commits_to_a_log_with_a_gap() {
     let is_told = |error: tensorcask::Error| {
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         assert_eq!(error.object_name(), Some("log/00000000000000000003.json"));
-        assert!(error.to_string().contains("Put it back"), "{error}");
+        assert!(error.to_string().contains("Put the log back"), "{error}");
     };
     is_told(run.store().writer(Policy::Full).await.unwrap_err());
     is_told(run.store().pin(1).await.unwrap_err());

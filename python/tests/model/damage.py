@@ -60,10 +60,14 @@ class Harm:
         return any(name.startswith(kinds) for name in self.originals)
 
     @property
+    def hit_entries(self) -> list[str]:
+        """Entries of which the entry itself is hit, not only the snapshot that it holds."""
+        sound = {name: data[: sealed(data)[1]] for name, data in self.originals.items() if name.startswith("log")}
+        return [name for name, data in sound.items() if not self.left.get(name, b"").startswith(data)]
+
+    @property
     def hits_log(self) -> bool:
-        """Whether an entry itself is hit, not only the snapshot that it holds."""
-        hit = {name: data[: sealed(data)[1]] for name, data in self.originals.items() if name.startswith("log")}
-        return any(not self.left.get(name, b"").startswith(data) for name, data in hit.items())
+        return bool(self.hit_entries)
 
     @property
     def rotten(self) -> list[str]:
@@ -253,7 +257,10 @@ class Damages:
             return needed or bool(harm.left and harm.touches("catalog"))
         if verb.startswith("doctor"):
             return needed and not harm.left
-        if verb.startswith(("gc", "log")):
+        if verb.startswith("gc"):
+            # It looks whether each entry is there, and takes from the newest catalog what the entries before it say.
+            return harm.lost_log and not set(harm.hit_entries) <= set(harm.below_catalog)
+        if verb.startswith("log"):
             return harm.lost_log
         return False
 
