@@ -253,11 +253,6 @@ async fn remaining_casks(
     options: &CompactOptions,
 ) -> Result<Option<Remaining>> {
     let directory = &snapshot.chain.newest().directory;
-    // A tensor that stays may be encoded against a partner that goes.
-    let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
-    if roles.iter().any(needs) {
-        return Ok(None);
-    }
     let mut slots: BTreeMap<u32, SlotContent> = BTreeMap::new();
     for tensor in 0..directory.len() {
         let stays = roles.contains(directory.role(tensor));
@@ -277,7 +272,11 @@ async fn remaining_casks(
             // It is unknown which partners an unknown codec needs: tensors that stay might not decode without roles
             // that go.
             let source = CaskSource::of_link(store, snapshot.chain.newest(), at);
-            store.registry().resolve(codec).map(|_| ()).map_err(|e| source.locate(e))?;
+            let codec = store.registry().resolve(codec).map_err(|e| source.locate(e))?;
+            // A tensor that stays may be encoded against a partner that goes.
+            if roles.iter().flat_map(|role| codec.needs(role)).any(|need| !roles.contains(need.role)) {
+                return Ok(None);
+            }
         }
     }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();

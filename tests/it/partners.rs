@@ -152,6 +152,49 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
+/// The state of FSDP2 and of plain PyTorch: f32 weights, and no copy of them in 16 bits.
+#[tokio::test]
+async fn weights_without_masters_are_replayed() {
+    let store = memory();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let inputs = [1000, 1001, 1010].map(|step| (step, Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap()));
+    let states = inputs.each_ref().map(|(step, input)| {
+        let is_kept = |view: &TensorView<'_>| view.role() != "model";
+        let renamed = |view: &TensorView<'_>| view.name().replace("optimizer.master.", "model.");
+        let views = input.tensors().unwrap();
+        let state = views.iter().filter(|view| is_kept(view)).map(|view| (renamed(view), view.shape().to_vec(), view.data().to_vec()));
+        (*step, state.collect::<Vec<_>>())
+    });
+    for (step, state) in &states {
+        let views: Vec<TensorView<'_>> =
+            state.iter().map(|(name, shape, data)| TensorView::new(name, Dtype::F32, shape, data).unwrap()).collect();
+        let saved = writer.save(*step, &views, &[], &Metadata::default()).await.unwrap();
+        let ratio = saved.stored_bytes as f64 / saved.tensor_bytes as f64;
+        if *step == 1001 {
+            let parameters = views.iter().filter(|view| view.role() == "model").count() as u64;
+            // Second moments are replayed, too, or stored by their gradient.
+            assert!(saved.chunks["tc.replay"] >= parameters, "{:?}", saved.chunks);
+            assert!(ratio < 0.36, "{ratio}");
+        }
+    }
+    maintain::compact(&store, 1010, &CompactOptions::default()).await.unwrap();
+    let reduced = maintain::keep_roles(&store, &[1001], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+    assert_eq!(reduced[0].held, None);
+    for (step, state) in &states {
+        let snapshot = store.snapshot(*step).await.unwrap();
+        // Without the moments, the weights must be stored in full.
+        let is_left = |name: &str| *step != 1001 || name.starts_with("model.");
+        assert_eq!(snapshot.tensors().len(), state.iter().filter(|(name, ..)| is_left(name)).count());
+        for (name, shape, data) in state.iter().filter(|(name, ..)| is_left(name)) {
+            assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "step {step}, {name}");
+            let (rows, row) = (shape[0] / 3..shape[0] / 2, data.len() / shape[0] as usize);
+            let read = snapshot.read(name, &Slice::rows(rows.clone())).await.unwrap().data;
+            assert!(read == data[rows.start as usize * row..rows.end as usize * row], "step {step}, rows of {name}");
+        }
+    }
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+}
+
 /// Reading only the weights touches only casks of role `model`.
 #[tokio::test]
 async fn weights_are_read_without_their_masters() {

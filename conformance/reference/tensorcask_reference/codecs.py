@@ -346,7 +346,8 @@ CODECS: dict[tuple[str, int], Codec] = {
     ),
     ("tc.replay", 1): Codec(
         frozenset({"delta"}), ("step", "tokens", "bits"), _replay, other_columns=("moment", "tokens", "bits"),
-        needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, now_only=frozenset({"master"}), dtypes=frozenset({"f32"}),
+        needs={role: ("exp_avg", "exp_avg_sq") for role in ("master", "model")} | {"exp_avg_sq": ("exp_avg",)},
+        now_only=frozenset({"master", "model"}), dtypes=frozenset({"f32"}),
     ),
     ("tc.gradient", 1): Codec(
         frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=("moment", "tokens", "bits"),

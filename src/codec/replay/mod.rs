@@ -1,7 +1,7 @@
 //! `tc.replay`: the difference between a weight or second moment and a replay of Adam's step.
 //!
 //! Spec:   spec/codecs/replay.md
-//! Input:  n f32 and n f32 of the base; for a master, both moments; for a second moment, the first moment in both
+//! Input:  n f32 and n f32 of the base; for a weight, both moments; for a second moment, the first moment in both
 //!         snapshots
 //! Output: the form of the step and its numbers; the columns of `tc.ordered`, with the replayed elements as base
 //! Errors: the errors of `tc.ordered`; `Corrupt` without the partners, or for an unknown form
@@ -23,6 +23,7 @@ use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
 use crate::spare::Spare;
+use crate::tensor::is_parameter;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 use search::Known;
@@ -53,7 +54,7 @@ pub struct Replay {
 
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: false }, Need { role: SECOND, base: false }];
+const NEEDS_OF_PARAMETER: &[Need] = &[Need { role: FIRST, base: false }, Need { role: SECOND, base: false }];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
@@ -94,7 +95,9 @@ impl<'a> Inputs<'a> {
     fn of(chunk: &'a Chunk<'_>) -> Option<Self> {
         let base = chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)?;
         match chunk.role {
-            "master" => Some(Self::Step { weights: base, first: now(chunk.partner(FIRST))?, second: now(chunk.partner(SECOND))? }),
+            role if is_parameter(role) => {
+                Some(Self::Step { weights: base, first: now(chunk.partner(FIRST))?, second: now(chunk.partner(SECOND))? })
+            }
             SECOND => Some(Self::Moment { second: base, before: before(chunk.partner(FIRST))?, now: now(chunk.partner(FIRST))? }),
             _ => None,
         }
@@ -173,7 +176,7 @@ impl Codec for Replay {
     }
 
     fn supports(&self, dtype: Dtype, role: &str) -> bool {
-        dtype == Dtype::F32 && ["master", SECOND].contains(&role)
+        dtype == Dtype::F32 && (is_parameter(role) || role == SECOND)
     }
 
     fn base_use(&self) -> BaseUse {
@@ -182,7 +185,7 @@ impl Codec for Replay {
 
     fn needs(&self, role: &str) -> &'static [Need] {
         match role {
-            "master" => NEEDS_OF_MASTER,
+            role if is_parameter(role) => NEEDS_OF_PARAMETER,
             SECOND => NEEDS_OF_SECOND,
             _ => &[],
         }
@@ -221,7 +224,7 @@ impl Codec for Replay {
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
-        let other = if role == "master" { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
+        let other = if is_parameter(role) { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
         residual::check_role(role, names, other, "replay 2")
     }
 
@@ -323,7 +326,7 @@ mod tests {
         let not_finite = [0x7f, 0xc0].repeat(2).repeat(1000);
         let (base, data) = (not_finite.clone(), vec![0xff; not_finite.len()]);
         let partners = [FIRST, SECOND].map(|role| Partner { role, dtype: Dtype::F32, data: &data, base: Some(&base) });
-        for role in ["master", SECOND] {
+        for role in ["master", "model", SECOND] {
             let chunk = Chunk { role, base: Some(&base), partners: &partners, ..Chunk::new(Dtype::F32, 1000, &data) };
             assert_eq!(Replay::default().estimate(&chunk), None);
             let encoded = Replay::default().encode(&chunk).unwrap();
