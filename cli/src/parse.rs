@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tensorcask::codec::{CodecRules, ObjectiveSetting, Registry};
-use tensorcask::{NamePatterns, Precision, Result, Slice, StepSelector};
+use tensorcask::{NamePatterns, Precision, Result, RoleRules, Slice, StepSelector};
 
 /// Parses `N` or `latest`.
 pub(crate) fn at(text: &str) -> Result<StepSelector, String> {
@@ -63,30 +63,6 @@ pub(crate) fn precision(text: &str) -> Result<String, String> {
     Precision::parse([text]).map(|_| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
-/// Rule that gives tensors a role and a parameter.
-#[derive(Debug, Clone)]
-pub(crate) struct RoleRule {
-    /// The pattern as it was written.
-    words: String,
-    names: NamePatterns,
-    role: String,
-    param: Option<String>,
-}
-
-impl RoleRule {
-    /// Returns role and parameter for a name that matches. Without a parameter in the rule, the guessed one stays.
-    pub(crate) fn give(&self, name: &str, guessed: &str) -> Option<(String, String)> {
-        if !self.names.matches(name) {
-            return None;
-        }
-        let Some(param) = &self.param else { return Some((self.role.clone(), guessed.to_owned())) };
-        // The text of the glob before and after its star.
-        let (before, after) = self.words.split_once('*').unwrap_or_default();
-        let star = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after)).unwrap_or(name);
-        Some((self.role.clone(), param.replace('*', star)))
-    }
-}
-
 /// Parses a pattern of names.
 pub(crate) fn names(text: &str) -> Result<NamePatterns, String> {
     NamePatterns::parse([text]).map_err(|e| e.message().to_owned())
@@ -97,20 +73,9 @@ pub(crate) fn frozen(text: &str) -> Result<String, String> {
     names(text).map(|_| text.to_owned())
 }
 
-/// Parses `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
-pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
-    let (words, given) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
-    let names = names(words)?;
-    let (role, param) = match given.split_once(':') {
-        None => (given, None),
-        Some((role, param)) if role.is_empty() || param.is_empty() => return Err(format!("`{given}`: write ROLE:PARAM")),
-        Some((role, param)) => (role, Some(param.to_owned())),
-    };
-    let stars = words.matches('*').count();
-    if param.as_ref().is_some_and(|param| param.contains('*')) && (stars != 1 || words.contains(['?', '[', '{', '\\'])) {
-        return Err(format!("a `*` in PARAM needs a glob with exactly one `*` and no other wildcard; `{words}` is not one"));
-    }
-    Ok(RoleRule { words: words.to_owned(), names, role: role.to_owned(), param })
+/// Checks `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
+pub(crate) fn role(text: &str) -> Result<String, String> {
+    RoleRules::parse([text]).map(|_| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
 fn pair(text: &str) -> Result<(&str, &str), String> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::{CodecRules, ObjectiveSetting, Registry};
-use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url, with_absolute_path};
+use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, RoleRules, absolute_url, with_absolute_path};
 
 use crate::arena_file::SLOTS;
 use crate::hosts_option::Hosts;
@@ -100,6 +100,8 @@ pub struct EngineOptions {
     pub objective: ObjectiveSetting,
     /// Codecs that are assigned to tensors. The objective chooses the codecs of all other tensors.
     pub codecs: CodecRules,
+    /// Roles of tensors whose names tell no role, or a wrong one.
+    pub roles: RoleRules,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact. Several ranks cannot use
     /// [`Precision::auto`].
     pub precision: Precision,
@@ -155,6 +157,7 @@ impl EngineOptions {
             policy: Policy::default(),
             objective: ObjectiveSetting::default(),
             codecs: CodecRules::default(),
+            roles: RoleRules::default(),
             precision: Precision::default(),
             statistics: false,
             check: FiniteCheck::Off,
@@ -225,6 +228,7 @@ impl EngineOptions {
             every,
             objective: self.objective.to_string(),
             codecs: self.codecs.words(),
+            roles: self.roles.words(),
             precision: self.precision.words(),
             statistics: self.statistics,
             check: self.check.name().map(str::to_owned),

@@ -7,8 +7,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{CodecRules, Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
 use tensorcask::{
-    Bandwidth, BaseKeeping, Environment, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions,
-    WriterOptions, is_credential,
+    Bandwidth, BaseKeeping, Environment, Error, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, RoleRules, Store,
+    StoreOptions, WriterOptions, is_credential,
 };
 
 use crate::files::replace_file;
@@ -39,6 +39,9 @@ pub(crate) struct RunSpec {
     /// Rules that assign codecs to tensors.
     #[serde(default)]
     pub codecs: Vec<String>,
+    /// Rules that state roles of tensors.
+    #[serde(default)]
+    pub roles: Vec<String>,
     pub precision: Vec<String>,
     /// Whether snapshots get statistics.
     #[serde(default)]
@@ -152,6 +155,7 @@ impl RunSpec {
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: ObjectiveSetting::from_name(&self.objective)?,
             codecs: CodecRules::parse(self.codecs.iter().map(String::as_str))?,
+            roles: RoleRules::parse(self.roles.iter().map(String::as_str))?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
             statistics: self.statistics,
             check: self.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
@@ -224,7 +228,7 @@ mod tests {
         let spec = EngineOptions::new("/tmp/run").spec().unwrap();
         let mut stored = serde_json::to_value(&spec).unwrap();
         assert_eq!(serde_json::from_value::<RunSpec>(stored.clone()).unwrap(), spec);
-        for newer in ["statistics", "check", "retention", "codecs", "environment"] {
+        for newer in ["statistics", "check", "retention", "codecs", "roles", "environment"] {
             stored.as_object_mut().unwrap().remove(newer);
         }
         let fastest = Objective::FASTEST;

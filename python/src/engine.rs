@@ -15,7 +15,9 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
-use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, Retention, StepSelector, TensorView};
+use tensorcask::{
+    Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, Retention, RoleRules, StepSelector, TensorView,
+};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
     Until, agent_status, run_agent, stop_agent,
@@ -554,6 +556,10 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "codecs" => {
                 let words: Vec<String> = value.extract()?;
                 options.codecs = CodecRules::parse(words.iter().map(String::as_str)).map_err(name_of)?;
+            }
+            "roles" => {
+                let words: Vec<String> = value.extract()?;
+                options.roles = RoleRules::parse(words.iter().map(String::as_str)).map_err(name_of)?;
             }
             "precision" => {
                 let words: Vec<String> = value.extract()?;

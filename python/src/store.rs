@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, RoleRules, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -183,7 +183,7 @@ impl Store {
     /// Opens the store for writing. Creates the store if it does not exist.
     #[pyo3(signature = (
         policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false, check=None, frozen=vec![], codecs=vec![]
+        statistics=false, check=None, frozen=vec![], codecs=vec![], roles=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
@@ -199,8 +199,10 @@ impl Store {
         check: Option<&str>,
         frozen: Vec<String>,
         codecs: Vec<String>,
+        roles: Vec<String>,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs)?;
+        let options =
+            options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs, &roles)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
@@ -209,7 +211,7 @@ impl Store {
     /// Opens the store for the saves of one rank.
     #[pyo3(signature = (
         rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false, check=None, frozen=vec![], codecs=vec![]
+        statistics=false, check=None, frozen=vec![], codecs=vec![], roles=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
@@ -227,8 +229,10 @@ impl Store {
         check: Option<&str>,
         frozen: Vec<String>,
         codecs: Vec<String>,
+        roles: Vec<String>,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs)?;
+        let options =
+            options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs, &roles)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -286,6 +290,7 @@ fn options(
     check: Option<&str>,
     frozen: Vec<String>,
     codecs: &[String],
+    roles: &[String],
 ) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
@@ -297,6 +302,7 @@ fn options(
         frozen,
         check: check.map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(|e| raise(&e))?,
         codecs: CodecRules::parse(codecs.iter().map(String::as_str)).map_err(|e| raise(&e))?,
+        roles: RoleRules::parse(roles.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })

@@ -368,6 +368,7 @@ class Store:
         check: str | None = None,
         frozen: Sequence[str] = ...,
         codecs: Sequence[str] = ...,
+        roles: Sequence[str] = ...,
     ) -> Writer: ...
     def rank_writer(
         self,
@@ -383,6 +384,7 @@ class Store:
         check: str | None = None,
         frozen: Sequence[str] = ...,
         codecs: Sequence[str] = ...,
+        roles: Sequence[str] = ...,
     ) -> RankWriter: ...
 
 @final

@@ -33,8 +33,8 @@ Device = Any
 Check = Literal["finite", "tag"] | None
 # Values of keep_last, keep_every and keep_weights_every.
 Retention = tuple[int | None, int | None, int | None]
-# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs.
-WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...], tuple[str, ...]]
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs, roles.
+WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
 _BASE_CACHES = ("memory", "encoded", "none")
@@ -253,6 +253,7 @@ def writer_options(
     check: Check = None,
     frozen: str | Sequence[str] = (),
     codecs: str | Sequence[str] = (),
+    roles: str | Sequence[str] = (),
 ) -> WriterOptions:
     """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
@@ -265,12 +266,18 @@ def writer_options(
     words = _precision.words(precision)
     patterns = _texts(frozen, "frozen", "a pattern of names")
     checks = (bool(statistics), check, patterns)
-    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, words, *checks, codec_rules(codecs))
+    rules = (codec_rules(codecs), role_rules(roles))
+    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, words, *checks, *rules)
 
 
 def codec_rules(codecs: str | Sequence[str]) -> tuple[str, ...]:
     """Returns rules that assign codecs to tensors. The library checks patterns and codecs."""
     return _texts(codecs, "codecs", "a rule such as 'model=tc.bitmask'")
+
+
+def role_rules(roles: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns rules that state the roles of tensors. The library checks them."""
+    return _texts(roles, "roles", "a rule such as 'app.ema.*=ema'")
 
 
 def _texts(given: str | Sequence[str], argument: str, use: str) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class Store(Upkeep):
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         codecs: str | Sequence[str] = (),
+        roles: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         gradients: Mapping[str, Any] | None = None,
         statistics: bool = False,
@@ -135,6 +136,10 @@ class Store(Upkeep):
             codecs: Rules ``"PATTERN=CODEC"``, one or a list, that assign a codec of :func:`tensorcask.codec.codecs` to tensors,
                 such as ``"model=tc.bitmask"``. A pattern is a role or a glob of names; the last rule that matches wins. A
                 chunk that the codec cannot encode, such as a chunk of a base for ``tc.bitmask``, gets another codec.
+            roles: Rules ``"GLOB=ROLE"`` or ``"GLOB=ROLE:PARAM"``, one or a list, that state the role of tensors (``model``,
+                ``master``, ``exp_avg``, ``exp_avg_sq``, ``momentum``, ``ema``) whose names tell none, or a wrong one. Tensors of
+                one parameter have the same ``PARAM``, as in ``"app.optim.fp32.*=master:*"``: they are stored by one another,
+                which is much smaller. The last rule that matches wins. Without rules, roles are guessed from names.
             precision: Which tensors are rounded before they are stored; see below.
             gradients: Gradients by name of a tensor or parameter, of f32, bf16 or f16. They are not stored: the setting
                 ``kmeans`` with ``sensitive`` weighs errors by them. Without them it takes Adam's second moments.
@@ -193,7 +198,7 @@ class Store(Upkeep):
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = flat.whole_tensors()
             lent_gradients = _precision.lend_gradients(gradients)
-        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs, roles)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"))
 
         def save(rows: Rows) -> Saved:
@@ -301,6 +306,7 @@ class Store(Upkeep):
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         codecs: str | Sequence[str] = (),
+        roles: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -324,6 +330,7 @@ class Store(Upkeep):
             verify_after_encode=verify_after_encode,
             objective=objective,
             codecs=codecs,
+            roles=roles,
             precision=precision,
             statistics=statistics,
             check=check,

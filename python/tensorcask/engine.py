@@ -28,7 +28,7 @@ from typing import Any, Literal
 from . import _device, _frameworks, _native, _precision, _state
 from ._changed_rows import RowSource, rows_of_save
 from ._hosts import Hosts, find_hosts, gather_on_cpu
-from ._options import Check, check_step, codec_rules, parse_policy, retention_of, user_json
+from ._options import Check, check_step, codec_rules, parse_policy, retention_of, role_rules, user_json
 from ._peers import Peers, resolve
 from ._preemption import Preemption
 from ._snapshot import address_of
@@ -124,7 +124,7 @@ class Engine:
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
     ``drop_oldest_uncommitted``. ``on_agent_loss``: ``restart``, or ``fail``. ``encode``: ``agent``, or ``inline``, which encodes in
     this process straight into memory. ``keep_base_decoded=False`` saves memory for time. ``policy``, ``objective``,
-    ``codecs``, ``precision``, ``statistics``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that
+    ``codecs``, ``roles``, ``precision``, ``statistics``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that
     ``check="finite"`` refuses is one of the ``failures`` of the next call.
 
     ``keep_last``, ``keep_every``, ``keep_weights_every``: steps to keep in each tier, as in :meth:`tensorcask.Store.save`. The agent
@@ -159,6 +159,7 @@ class Engine:
         policy: str = "adaptive",
         objective: str = "balanced",
         codecs: str | Sequence[str] = (),
+        roles: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -210,6 +211,7 @@ class Engine:
                 "every": every,
                 "objective": objective,
                 "codecs": list(codec_rules(codecs)),
+                "roles": list(role_rules(roles)),
                 "precision": list(_precision.words(precision)),
                 "statistics": bool(statistics),
                 "check": check,

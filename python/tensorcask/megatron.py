@@ -35,6 +35,7 @@ text and bytes. An error names the path of any other value. Megatron itself writ
 | ``TENSORCASK_EVERY`` | *n*: every *n*-th save is a base, the others are deltas; short for the policy ``intermittent:n`` |
 | ``TENSORCASK_OBJECTIVE`` | objective of :meth:`tensorcask.Store.save` |
 | ``TENSORCASK_CODECS`` | rules that assign codecs, separated by spaces |
+| ``TENSORCASK_ROLES`` | rules that state roles of tensors, separated by spaces |
 | ``TENSORCASK_PRECISION`` | words of its precision, separated by spaces |
 
 Arguments override variables. All ranks need the same settings.
@@ -95,7 +96,7 @@ _COPIES = "tensorcask.copies_of_rank_"
 _INTERVAL = 0.05
 _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"}
 # Words separated by spaces.
-_LISTS = {"codecs": "TENSORCASK_CODECS", "precision": "TENSORCASK_PRECISION"}
+_LISTS = {"codecs": "TENSORCASK_CODECS", "roles": "TENSORCASK_ROLES", "precision": "TENSORCASK_PRECISION"}
 
 
 def save(

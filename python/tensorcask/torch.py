@@ -73,7 +73,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
     ``step``: the training step; without it, ``checkpoint_id`` names the step. ``policy``, ``metadata``, ``base_cache``,
-    ``verify_after_encode``, ``objective``, ``codecs``, ``precision``, ``statistics`` and ``check`` are those of :meth:`tensorcask.Store.save`.
+    ``verify_after_encode``, ``objective``, ``codecs``, ``roles``, ``precision``, ``statistics`` and ``check`` are those of :meth:`tensorcask.Store.save`.
     ``user`` may also be a function of the step.
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
@@ -128,6 +128,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         codecs: str | Sequence[str] = (),
+        roles: str | Sequence[str] = (),
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
         check: Check = None,
@@ -143,7 +144,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
             raise InvalidTypeError(f"changed_rows: {changed_rows!r}; use a tensorcask.torch.TouchedRows")
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, codecs=codecs)
+        names = {"codecs": codecs, "roles": roles}
+        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, **names)
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite

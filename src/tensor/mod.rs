@@ -5,6 +5,7 @@ mod dtype;
 mod grid;
 mod pattern;
 mod role;
+mod role_rules;
 mod shape;
 mod view;
 
@@ -12,6 +13,7 @@ pub use dtype::Dtype;
 pub use grid::ChunkGrid;
 pub use pattern::NamePatterns;
 pub use role::{RoleAndParam, infer_role};
+pub use role_rules::RoleRules;
 pub use shape::{Rect, Slice};
 pub use view::{Blob, Tensor, TensorView};
 

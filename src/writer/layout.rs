@@ -12,7 +12,7 @@ use crate::kernels::remainder::rounds_to;
 use crate::parallel::SAVE_WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};
-use crate::{Blob, Dtype, Error, Limits, Result, TensorView};
+use crate::{Blob, Dtype, Error, Limits, Result, RoleRules, TensorView};
 
 /// The layout of a state.
 pub(super) struct StateLayout<'a> {
@@ -47,13 +47,19 @@ impl LayoutTensor<'_> {
 
 impl<'a> StateLayout<'a> {
     /// The layout of a whole state.
-    pub(super) fn new(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits) -> Result<Self> {
-        Self::of_rank(views, blobs, limits, None)
+    pub(super) fn new(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], roles: &RoleRules, limits: &Limits) -> Result<Self> {
+        Self::of_rank(views, blobs, roles, limits, None)
     }
 
     /// The layout of the shards and blobs of one rank, or of a whole state without a rank. Shards of one rank need not
     /// tile their tensors.
-    pub(super) fn of_rank(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits, rank: Option<u32>) -> Result<Self> {
+    pub(super) fn of_rank(
+        views: &'a [TensorView<'a>],
+        blobs: &'a [Blob<'a>],
+        roles: &RoleRules,
+        limits: &Limits,
+        rank: Option<u32>,
+    ) -> Result<Self> {
         let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
         let slot_of_role = slot_of_role(views.iter().map(|view| view.data().len() as u64).fold(0, u64::saturating_add));
@@ -63,14 +69,17 @@ impl<'a> StateLayout<'a> {
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
             check_group(group, limits, rank)?;
-            let slot = slot_of_role(rank.unwrap_or(0), first.role());
+            let stated = roles.of(first.name(), first.param());
+            let is_role_certain = stated.is_some() || group.iter().all(|view| view.is_role_certain());
+            let (role, param) = stated.unwrap_or_else(|| (first.role().to_owned(), first.param().to_owned()));
+            let slot = slot_of_role(rank.unwrap_or(0), &role);
             // A rank without elements of a tensor gives an empty shard. Only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
             let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();
             let mut alias_of = None;
             let whole = first.rect().shape == first.shape();
             if let ([view], false, true) = (group, first.data().is_empty(), whole) {
-                let key = (view.data().as_ptr(), view.data().len(), view.dtype(), view.shape().to_vec(), view.role().to_owned());
+                let key = (view.data().as_ptr(), view.data().len(), view.dtype(), view.shape().to_vec(), role.clone());
                 match stored.get(&key) {
                     Some(&target) => alias_of = Some(target),
                     None => _ = stored.insert(key, tensors.len()),
@@ -80,11 +89,10 @@ impl<'a> StateLayout<'a> {
                 name: first.name().to_owned(),
                 dtype: first.dtype(),
                 shape: first.shape().to_vec(),
-                role: first.role().to_owned(),
-                param: first.param().to_owned(),
+                role,
+                param,
                 alias_of,
             };
-            let is_role_certain = group.iter().all(|view| view.is_role_certain());
             tensors.push(LayoutTensor { description, slot, shards: if alias_of.is_some() { vec![] } else { shards }, is_role_certain });
         }
         let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();

@@ -84,7 +84,7 @@ use crate::codec::{CodecRules, ObjectiveSetting};
 use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
 use crate::precision::PrecisionDecision;
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
-use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
+use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoleRules, RoundingReport, Store};
 
 /// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -107,6 +107,8 @@ pub struct WriterOptions {
     pub objective: ObjectiveSetting,
     /// Codecs that are assigned to tensors. By default the objective chooses the codecs of all tensors.
     pub codecs: CodecRules,
+    /// Roles of tensors whose names tell no role, or a wrong one. By default roles are those of [`TensorView::role`].
+    pub roles: RoleRules,
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded. [`Precision::auto`]
     /// is for saves of whole states: a commit of receipts takes the decision from the receipt of the only rank.
     pub precision: Precision,
@@ -150,6 +152,7 @@ impl Default for WriterOptions {
             base_cache: BaseKeeping::default(),
             objective: ObjectiveSetting::default(),
             codecs: CodecRules::default(),
+            roles: RoleRules::default(),
             precision: Precision::default(),
             earlier_precision: None,
             verify_after_encode: true,

@@ -106,7 +106,8 @@ impl RankWriter {
         let Self { part, log } = self;
         let adapted = match part.pipeline.options.precision.is_auto() {
             true => {
-                let layout = StateLayout::of_rank(tensors, blobs, part.pipeline.store.limits(), Some(part.rank.rank))?;
+                let roles = part.pipeline.options.roles.clone();
+                let layout = StateLayout::of_rank(tensors, blobs, &roles, part.pipeline.store.limits(), Some(part.rank.rank))?;
                 part.pipeline.adapt(log, step, &layout).await?
             }
             false => None,
@@ -171,7 +172,8 @@ impl RankPart {
     ) -> Result<Receipt> {
         let store = self.pipeline.store.clone();
         let Rank { rank, world, attempt } = self.rank;
-        let layout = StateLayout::of_rank(tensors, blobs, store.limits(), Some(rank))?;
+        let roles = self.pipeline.options.roles.clone();
+        let layout = StateLayout::of_rank(tensors, blobs, &roles, store.limits(), Some(rank))?;
         self.promote_pending(parent);
         self.pipeline.changed_rows.add(&layout);
         let mut uploaded = loop {

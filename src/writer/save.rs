@@ -38,7 +38,7 @@ impl Writer {
         let begun = Instant::now();
         self.stopped.check()?;
         check_user(metadata)?;
-        let layout = StateLayout::new(tensors, blobs, self.pipeline.store.limits())?;
+        let layout = StateLayout::new(tensors, blobs, &self.pipeline.options.roles, self.pipeline.store.limits())?;
         let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
         if saved.is_ok() && self.measures_saves {
             let save_ms = Some(milliseconds(begun.elapsed()));

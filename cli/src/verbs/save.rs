@@ -10,13 +10,13 @@ use tensorcask::blocking::Store;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
-    BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, SavedSnapshot, TensorView,
+    BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, RoleRules, SavedSnapshot,
     WriterOptions,
 };
 
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
-use crate::parse::{self, RoleRule};
+use crate::parse;
 use crate::precision::PrecisionJson;
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
@@ -73,7 +73,7 @@ pub(crate) struct Args {
     /// The tensors of one parameter are stored together. A `*` in PARAM is replaced by the match of the `*` in GLOB, as
     /// in 'fp32copy.*=master:*'. Repeatable; the last match wins
     #[arg(long, value_name = "GLOB=ROLE[:PARAM]", value_parser = parse::role)]
-    role: Vec<RoleRule>,
+    role: Vec<String>,
     /// Replace an existing step with other content; without this option that is an error
     #[arg(long)]
     replace: bool,
@@ -161,14 +161,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
     let begun = Instant::now();
     // Check the whole input before creating or taking over a store.
     let files = Files::open(&args.files)?;
-    let tensors = files.tensors()?.into_iter().map(|tensor| {
-        let given = args.role.iter().rev().find_map(|rule| rule.give(tensor.name(), tensor.param()));
-        match given {
-            Some((role, param)) => tensor.with_role(role, param),
-            None => tensor,
-        }
-    });
-    let tensors: Vec<TensorView<'_>> = tensors.collect();
+    let tensors = files.tensors()?;
     let blobs = args.blob.iter().map(|(name, path)| {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path.as_str(), e))?;
         Ok(Blob::new(name.as_str(), bytes))
@@ -184,6 +177,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         base_cache: BaseKeeping::None,
         objective: args.objective,
         codecs: CodecRules::parse(args.codec.iter().map(String::as_str))?,
+        roles: RoleRules::parse(args.role.iter().map(String::as_str))?,
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
         statistics: args.statistics,
