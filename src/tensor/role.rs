@@ -22,8 +22,8 @@ pub struct RoleAndParam {
 /// `params`) is a model weight. A tensor below the key of an optimizer whose place names no role has role `optimizer`.
 /// Every other name is a model weight.
 ///
-/// Dots and slashes separate segments. The param is the name without the role's segment, without leading container
-/// segments, and without wrapper segments. Therefore all tensors of a parameter get the same param.
+/// Dots and slashes separate segments. The param is the name without the role's segment, container segments, and wrapper
+/// segments. Therefore all tensors of a parameter get the same param, also below a key that is not known, such as `app`.
 ///
 /// ```
 /// let guess = |name| {
@@ -38,6 +38,7 @@ pub struct RoleAndParam {
 /// assert_eq!(guess("optimizer.state.fp32_param.h.0.weight"), expected("master", "h.0.weight"));
 /// assert_eq!(guess("optimizer.state.h.0.weight.square_avg"), expected("optimizer", "h.0.weight.square_avg"));
 /// assert_eq!(guess("_fsdp_wrapped_module.h.0._orig_mod.weight"), expected("model", "h.0.weight"));
+/// assert_eq!(guess("app.model.h.0.weight").1, guess("app.optim.state.h.0.weight.exp_avg").1);
 /// assert!(!tensorcask::infer_role("momentum.weight").is_certain);
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
@@ -46,9 +47,8 @@ pub fn infer_role(name: &str) -> RoleAndParam {
     segments.drain(..if chained < segments.len() { chained } else { 0 });
     let found = place_of_role(&segments);
     let skip = found.at.unwrap_or(usize::MAX);
-    let mut rest =
-        segments.iter().enumerate().filter(|&(i, segment)| i != skip && !WRAPPERS.contains(segment)).map(|(_, segment)| *segment);
-    let mut param: Vec<&str> = rest.by_ref().skip_while(|segment| is_container(segment)).collect();
+    let is_of_param = |&(i, segment): &(usize, &&str)| i != skip && !WRAPPERS.contains(segment) && !is_container(segment);
+    let mut param: Vec<&str> = segments.iter().enumerate().filter(is_of_param).map(|(_, segment)| *segment).collect();
     if param.is_empty() {
         // The parameter itself has the name of a container.
         param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
@@ -124,7 +124,7 @@ const OPTIMIZERS: &[&str] = &["optimizer", "optim", "opt_state", "optimizer_stat
 /// Keys of model weights.
 const MODELS: &[&str] = &["model", "module", "state_dict", "params"];
 
-/// Whether a leading segment names a container of tensors, not a parameter.
+/// Whether a segment names a container of tensors, not a parameter.
 fn is_container(segment: &str) -> bool {
     segment == "state" || OPTIMIZERS.contains(&segment) || MODELS.contains(&segment)
 }
@@ -183,6 +183,23 @@ mod tests {
         for (framework, role, name) in names {
             let guess = infer_role(name);
             assert_eq!((guess.role.as_str(), guess.param.as_str()), (role, "layers.0.mlp.weight"), "{framework}: {name}");
+        }
+    }
+
+    #[test]
+    fn tensors_of_one_parameter_meet_below_any_key_and_in_any_module() {
+        for (model, others) in [
+            ("app.model.h.0.w", ["app.optim.state.h.0.w.exp_avg", "app.optimizer.exp_avg_sq.h.0.w", "app.optimizer.master.h.0.w"]),
+            ("l0.model.w", ["l0.optimizer.exp_avg.w", "l0.optimizer.state.w.exp_avg_sq", "l0.optim.state.fp32_param.w"]),
+            ("net.model.w", ["optimizer.state.net.model.w.exp_avg", "optim.exp_avg_sq.net.model.w", "optimizer.state.param.net.model.w"]),
+            (
+                "model.net.model.w",
+                ["optim.state.model.net.model.w.exp_avg", "optim.state.net.model.w.exp_avg_sq", "master_param.net.model.w"],
+            ),
+        ] {
+            let param = infer_role(model).param;
+            assert_eq!(others.map(|name| infer_role(name).param), [(); 3].map(|()| param.clone()), "{model}");
+            assert_eq!(others.map(|name| infer_role(name).role), ["exp_avg", "exp_avg_sq", "master"]);
         }
     }
 
