@@ -44,7 +44,7 @@ def read_whole(native: _native.Snapshot, outs: Mapping[str, Any]) -> None:
     _check_apart(outs)
     names = list(outs)
     windows = _native.windows(native, names, WINDOW_BYTES - (1 << 20))
-    memory = [written(out).detach().reshape(-1).view(torch.uint8) for out in outs.values()]
+    memory = [flat_bytes(torch, written(out)) for out in outs.values()]
 
     def room(count: int) -> int:
         return -(-count // ALIGNMENT) * ALIGNMENT
@@ -84,6 +84,15 @@ def _check_apart(outs: Mapping[str, Any]) -> None:
 def reads_directly(out: Any) -> bool:
     """Whether :func:`read_whole` can fill this array: a plain torch tensor on a GPU."""
     return getattr(getattr(out, "device", None), "type", None) == "cuda" and is_plain(out)
+
+
+def flat_bytes(torch: Any, tensor: Any) -> Any:
+    """Returns a view of the bytes of a contiguous tensor, of one dimension."""
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    if flat.numel() == 1:
+        # It is contiguous with any stride, and a view of another type needs a stride of 1.
+        flat = flat.as_strided((1,), (1,))
+    return (flat.detach() if flat.requires_grad else flat).view(torch.uint8)
 
 
 def is_plain(tensor: Any) -> bool:
@@ -206,7 +215,7 @@ class Arena:
         source = _bytes_at(address, count)
         with torch.no_grad():
             target = out if is_plain(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-            memory = target.detach().reshape(-1).view(torch.uint8)
+            memory = flat_bytes(torch, target)
             for begin, size in self._spans(address, count):
                 memory[begin : begin + size].copy_(source[begin : begin + size])
             if target is not out:
@@ -220,7 +229,7 @@ class Arena:
         try:
             for (address, count), tensor in zip(saving.buffers(), tensors, strict=True):
                 target = _bytes_at(address, count)
-                source = tensor.detach().reshape(-1).view(torch.uint8)
+                source = flat_bytes(torch, tensor)
                 copies.keep.append((target, source, saving))
                 if source.device.type != "cuda":
                     target.copy_(source)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from . import _native
-from ._device import is_on_device, is_plain, written
+from ._device import flat_bytes, is_on_device, is_plain, written
 from ._dtypes import (
     BITS,
     DTYPES,
@@ -315,10 +315,7 @@ def _lend_torch(tensor: Any, path: object, contiguous: dict[Any, Any], deferred:
 
 def torch_bytes(torch: Any, tensor: Any) -> Any:
     """Returns the memory of a contiguous tensor on the CPU."""
-    if tensor.numel() == 0:
-        return bytearray()
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    return (flat.detach() if flat.requires_grad else flat).view(torch.uint8).numpy()
+    return flat_bytes(torch, tensor).numpy() if tensor.numel() else bytearray()
 
 
 def _lend_numpy(array: Any, path: object, framework: str, contiguous: dict[Any, Any]) -> Lent:

@@ -158,6 +158,15 @@ def test_a_training_that_restored_nothing_replaces_no_stored_step(url, folder): 
     assert tensorcask.load(url, step=5)["w"][0] == 5
 
 
+def test_an_engine_may_be_told_to_replace_stored_steps_and_to_state_roles(url, folder):  # noqa: F811
+    for _ in range(2):
+        with tensorcask.Engine(url, folder=folder, overwrite=True, roles="w=ema:parameter") as engine:
+            engine.save(state_of(5), step=5)
+            engine.finish()
+    tensor = tensorcask.Store(url).snapshot().tensors()["w"]
+    assert (tensor.role, tensor.param) == ("ema", "parameter")
+
+
 def test_views_of_one_memory_keep_their_types_and_shapes(url, folder):  # noqa: F811
     torch = pytest.importorskip("torch")
 

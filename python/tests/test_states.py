@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorcask
 import torch
+import torch.distributed.checkpoint
 from tensorcask import _native, _options, _state
 from tensorcask._frameworks import BITS, DTYPES, RawTensor, byte_count
 
@@ -412,6 +413,38 @@ def test_overlapping_views_are_stored_apart(memory):
     loaded = tensorcask.load(memory)
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
     assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 3
+
+
+def test_a_tensor_of_one_element_is_stored_with_any_stride(memory, url):
+    # PyTorch calls it contiguous, and refuses to view it as bytes.
+    state = {"a": torch.arange(6.0)[5::6], "b": torch.arange(6.0).reshape(1, 6)[:, 4::6], "c": torch.ones((), requires_grad=True)}
+    assert state["a"].stride() == (6,)
+    tensorcask.save(state, memory, step=1, on_unsupported="skip")
+    found = tensorcask.load(memory)
+    out = {"a": torch.zeros(6)[::6], "b": torch.zeros(1, 6)[:, ::6], "c": torch.zeros(())}
+    tensorcask.load(memory, out=out)
+    store = tensorcask.Store(url)
+    torch.distributed.checkpoint.save({"a": state["a"]}, storage_writer=store.writer(step=1), no_dist=True)
+    loaded = {"a": torch.zeros(6)[::6]}
+    torch.distributed.checkpoint.load(loaded, storage_reader=store.reader(), no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor) and torch.equal(out[name], tensor), name
+    assert loaded["a"].item() == 5
+
+
+def test_roles_are_stated_by_rules(memory, url):
+    state = {"weights": {"w": torch.ones(8).bfloat16()}, "copy": {"w": torch.ones(8)}}
+    rules = ["copy.*=master:*", "weights.*=model:*"]
+    tensorcask.save(state, memory, step=1, roles=rules)
+    store = tensorcask.Store(url)
+    torch.distributed.checkpoint.save(state, storage_writer=store.writer(step=1, roles=rules), no_dist=True)
+    for snapshot in (tensorcask.Store(memory).snapshot(), store.snapshot()):
+        assert {name: (found.role, found.param) for name, found in snapshot.tensors().items()} == {
+            "weights.w": ("model", "w"),
+            "copy.w": ("master", "w"),
+        }
+    with pytest.raises(tensorcask.InvalidArgumentError, match="GLOB=ROLE"):
+        tensorcask.save(state, memory, step=2, roles="copy.*")
 
 
 def test_a_state_that_contains_itself_is_refused(memory):

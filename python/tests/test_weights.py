@@ -1,6 +1,7 @@
 """Weights that a trainer publishes and inference engines follow."""
 
 import logging
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -117,25 +118,21 @@ def test_a_watch_goes_on_after_an_error_of_the_storage(url, repaired):
     versions = policy.watch(interval=0.01)
     assert next(versions) == 1
     publisher.publish(large(2), 2)
-    casks, aside = Path(url, "casks"), Path(url, "aside")
-    casks.rename(aside)
-    # A file in place of the folder: the storage fails.
-    casks.write_bytes(b"")
-
-    def repair():
-        casks.unlink()
-        aside.rename(casks)
-
-    told = repaired(repair)
-    assert next(versions) == 2 and torch.equal(policy_state["w"], large(2)["w"])
-    assert len(told) == 1 and "looking again every 0.01 s" in told[0]
-    # An error that stays is raised in the end.
-    publisher.publish(large(3), 3)
-    casks.rename(aside)
-    casks.write_bytes(b"")
-    logging.getLogger("tensorcask").handlers[-1].repair = lambda: None
-    with pytest.raises(tensorcask.StorageError):
-        list(policy.watch(timeout=0.05, interval=0.01))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = repaired(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    try:
+        # No file can be opened: the storage fails.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        assert next(versions) == 2 and torch.equal(policy_state["w"], large(2)["w"])
+        assert len(told) == 1 and "looking again every 0.01 s" in told[0]
+        # An error that stays is raised in the end.
+        publisher.publish(large(3), 3)
+        logging.getLogger("tensorcask").handlers[-1].repair = lambda: None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(tensorcask.StorageError):
+            list(policy.watch(timeout=0.05, interval=0.01))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_watch_passes_over_a_damaged_version(url, repaired):

@@ -4,8 +4,9 @@ use futures::{StreamExt, TryStreamExt};
 
 use super::log::Damaged;
 use super::retention::forget_by_id;
-use super::store_file::read_store_file;
-use super::{Catalog, FiniteMarks, LogState, Retained, Retention, SnapshotRecord, check_log_ends, load_complete_log, load_log};
+use super::{
+    Catalog, FiniteMarks, LogState, Retained, Retention, SnapshotRecord, check_log_ends, load_complete_log, load_log, store_file_of,
+};
 use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
@@ -42,9 +43,10 @@ impl Store {
 }
 
 impl History<'_> {
-    /// Returns the id of the training run, or `NotFound` if there is no store. Reads only `store.json`.
+    /// Returns the id of the training run. Reads only `store.json`. Fails with `NotFound` if there is no store, and with `Corrupt`
+    /// if only this file is gone.
     pub async fn run(&self) -> Result<Id> {
-        Ok(read_store_file(self.store).await?.run)
+        Ok(store_file_of(self.store).await?.run)
     }
 
     /// Returns all entries of the log, from the first on. Checks each against its predecessors. Fails if an entry is missing,

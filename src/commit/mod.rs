@@ -43,7 +43,7 @@ pub use session_log::SessionLog;
 pub(crate) use state::{LogState, ManifestPlace, Summary};
 pub use state::{SnapshotRecord, SnapshotStatus};
 pub(crate) use store_file::{check_root, has_store, read_store_file};
-pub(crate) use whole_log::{Contents, check_log_ends, load_complete_log, load_log, refuse_lost_log, without_store_file};
+pub(crate) use whole_log::{Contents, check_log_ends, load_complete_log, load_log, refuse_lost_log, store_file_of, without_store_file};
 
 /// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.
 pub(crate) fn now_ms() -> u64 {

@@ -4,10 +4,10 @@
 //! that of an empty store. Whoever takes the rest for all deletes or overwrites what the lost entries name.
 
 use super::entries::{StoredEntries, gap};
-use super::{Catalog, Log, LogState, Standing};
+use super::{Catalog, Log, LogState, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
-use crate::wire::{LogEntry, STORE_FILE};
+use crate::wire::{LogEntry, STORE_FILE, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Advice for a log of which a part is missing.
@@ -17,12 +17,27 @@ const PUT_BACK: &str = "put the log back from a copy of the store, or copy the s
 /// is not empty.
 #[boxed]
 pub(crate) async fn load_log(store: &Store) -> Result<Log> {
-    let log = match Log::load_part(store).await {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Err(without_store_file(store).await?.unwrap_or(e)),
-        log => log?,
-    };
+    let mut log = unless_lost(store, Log::load_part(store).await).await?;
     refuse_lost_log(&log).await?;
+    if log.state.snapshots().is_empty() {
+        // Entries after a gap may name snapshots: this store may not pass for one in which nothing was saved.
+        log.read_to_end().await?;
+    }
     Ok(log)
+}
+
+/// Reads `store.json`. Fails with `NotFound` if there is no store, and with `Corrupt` if only this file is gone.
+#[boxed]
+pub(crate) async fn store_file_of(store: &Store) -> Result<StoreFile> {
+    unless_lost(store, read_store_file(store).await).await
+}
+
+/// Replaces the answer that there is no store, if only `store.json` is gone.
+async fn unless_lost<T>(store: &Store, found: Result<T>) -> Result<T> {
+    match found {
+        Err(e) if e.kind() == ErrorKind::NotFound => Err(without_store_file(store).await?.unwrap_or(e)),
+        found => found,
+    }
 }
 
 /// Reads the log for a decision that something is not needed. Fails unless every entry is there, and the catalogs belong to this

@@ -1,7 +1,9 @@
 //! Copies one cask.
 
 use std::ops::Range;
+use std::time::Duration;
 
+use bytes::Bytes;
 use futures::future::join;
 
 use super::cask_check::{CaskCheck, WINDOW_BYTES};
@@ -13,6 +15,24 @@ use crate::{Error, Limits, Result, Store, boxed};
 /// Listing of an object, if the store has it with this size.
 pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
     Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
+}
+
+/// Time from which on an object of an earlier attempt is young enough for a commit. An older one is written again, which renews its
+/// time: garbage collection could take it for a leftover, and the commit would be refused (log 7.5).
+pub(super) fn fresh_since(now_ms: u64, age_floor: Duration) -> u64 {
+    now_ms.saturating_sub(u64::try_from(age_floor.as_millis()).unwrap_or(u64::MAX) / 4)
+}
+
+/// Writes an object that an earlier attempt may have left, and renews one from before `since_ms`. Returns the object that was
+/// there and is young enough.
+#[boxed]
+pub(super) async fn create_fresh(store: &Store, path: &str, bytes: Bytes, since_ms: u64) -> Result<Option<Listed>> {
+    let found = present(store, path, bytes.len() as u64).await?;
+    store.objects().create_unique(path, bytes.clone()).await?;
+    match found {
+        Some(found) if found.modified_ms < since_ms => store.objects().put_whole(path, bytes.into()).await.map(|()| None),
+        found => Ok(found),
+    }
 }
 
 /// End of the window that begins at an offset of a cask.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use super::CompactOptions;
 use super::rewrite::Rewriter;
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, content_digests};
-use crate::commit::Age;
+use crate::commit::{Age, Log};
 use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot};
@@ -26,6 +26,8 @@ pub async fn consolidate(
     at: impl Into<StepSelector>,
     options: &CompactOptions,
 ) -> Result<SavedSnapshot> {
+    // Entries after a gap name steps that a reader does not see.
+    Log::load_whole(source).await.map_err(|e| e.object(source.url()))?;
     let snapshot = source.snapshot(at).await?;
     let directory_before = &snapshot.chain.newest().directory;
     let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };

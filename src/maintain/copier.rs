@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::cask_copy::{copy_cask, present};
+use super::cask_copy::{copy_cask, create_fresh, fresh_since, present};
 use super::copy::{open_destination, snapshots_to_copy};
 use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
@@ -113,6 +113,7 @@ impl Copier {
         let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         let mut report = plan.report();
         let destination = self.destination.clone();
+        let since_ms = fresh_since(destination.objects().clock_ms().await?, self.options.age_floor);
         for record in &plan.missing {
             let stored = StoredSnapshot::read(source, record).await?;
             if stored.fits_inline(&destination) {
@@ -122,17 +123,25 @@ impl Copier {
                 // Ids are random.
                 let number = cask.id.0.iter().take(4).fold(0u64, |number, byte| number << 8 | u64::from(*byte));
                 if number % of == part {
-                    self.copy_checked(from, cask, record.parent.is_none(), &mut report).await?;
+                    self.copy_checked(from, cask, record.parent.is_none(), since_ms, &mut report).await?;
                 }
             }
         }
         Ok(report)
     }
 
-    /// Copies a cask, unless the destination has it; every byte is checked there. Returns the time of the cask that was there.
-    async fn copy_checked(&self, from: &CaskSource, cask: &CaskRef, is_base: bool, report: &mut CopyReport) -> Result<Option<u64>> {
+    /// Copies a cask, unless the destination has one from `since_ms` or later; every byte is checked there. Returns the time of the
+    /// cask that was there.
+    async fn copy_checked(
+        &self,
+        from: &CaskSource,
+        cask: &CaskRef,
+        is_base: bool,
+        since_ms: u64,
+        report: &mut CopyReport,
+    ) -> Result<Option<u64>> {
         let (destination, to) = (&self.destination, CaskSource::object(&self.destination, cask));
-        match present(destination, &cask.path(), cask.bytes).await? {
+        match present(destination, &cask.path(), cask.bytes).await?.filter(|found| found.modified_ms >= since_ms) {
             Some(found) if verify_cask(&to, cask, is_base, destination.limits()).await.is_ok() => return Ok(Some(found.modified_ms)),
             _ => {}
         }
@@ -151,14 +160,15 @@ impl Copier {
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
         let age = Age::start();
         let now = destination.objects().clock_ms().await?;
-        let mut oldest_ms = now;
+        let (mut oldest_ms, since_ms) = (now, fresh_since(now, self.options.age_floor));
         let is_base = record.parent.is_none();
         let payload = match stored.fits_inline(destination) {
             true => Some(stored.payload(is_base, destination.limits()).await?),
             false => None,
         };
         for (cask, from) in manifest.casks.iter().zip(&stored.casks).filter(|_| payload.is_none()) {
-            oldest_ms = self.copy_checked(from, cask, is_base, report).await?.map_or(oldest_ms, |found_ms| oldest_ms.min(found_ms));
+            let found_ms = self.copy_checked(from, cask, is_base, since_ms, report).await?;
+            oldest_ms = found_ms.map_or(oldest_ms, |found_ms| oldest_ms.min(found_ms));
         }
         let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
         if present(destination, &directory, bytes.len() as u64).await?.is_none() {
@@ -170,14 +180,7 @@ impl Copier {
         let path = Manifest::path_of(record.step, record.id);
         if payload.is_none() {
             // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
-            match present(destination, &path, manifest_bytes.len() as u64).await? {
-                Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
-                None => {
-                    report.objects += 1;
-                    report.bytes += manifest_bytes.len() as u64;
-                }
-            }
-            destination.objects().create_unique(&path, manifest_bytes.clone()).await.map_err(|error| match error.kind() {
+            let found = create_fresh(destination, &path, manifest_bytes.clone(), since_ms).await.map_err(|error| match error.kind() {
                 ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
                     let message = "an interrupted copy has left another manifest here, from before the snapshot was compacted at the source; \
                                    copy again once `tensorcask gc --apply` has removed it from the destination";
@@ -185,6 +188,13 @@ impl Copier {
                 }
                 _ => error,
             })?;
+            match found {
+                Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
+                None => {
+                    report.objects += 1;
+                    report.bytes += manifest_bytes.len() as u64;
+                }
+            }
             needs.push(Need::manifest(path.clone(), record.manifest));
             needs.extend(Need::casks(manifest));
         }

@@ -10,7 +10,7 @@ use super::Copier;
 use crate::chain::chain_of;
 use crate::commit::{
     DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, check_root, forget_among, has_store, live_step, load_log,
-    read_store_file, refuse_features,
+    read_store_file, refuse_features, store_file_of, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
@@ -113,7 +113,7 @@ pub(super) fn snapshots_to_copy(
 /// Opens the destination, or creates it with the run id of the source.
 #[boxed]
 pub(super) async fn open_destination(source: &Store, destination: &Store) -> Result<Log> {
-    let file = read_store_file(source).await?;
+    let file = store_file_of(source).await.map_err(|e| e.object(source.url()))?;
     refuse_features(file.may_ignore())?;
     check_root(destination, has_store(destination, Some(file.run))).await?;
     destination.objects().ensure_root()?;
@@ -124,6 +124,8 @@ pub(super) async fn open_destination(source: &Store, destination: &Store) -> Res
             return Err(Error::invalid(message).object(destination.url()));
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
+            // Another log begun here would go on in the one that is left (log 4.8).
+            without_store_file(destination).await?.map_or(Ok(()), Err)?;
             probe(destination.objects()).await?;
             let created = destination.objects().create(STORE_FILE, file.encode()?.into()).await;
             if let Created::Exists = created.map_err(|e| Error::storage(STORE_FILE, e))?

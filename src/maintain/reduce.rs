@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::CompactOptions;
-use super::cask_copy::present;
+use super::cask_copy::{create_fresh, fresh_since};
 use super::compact::{check_unchanged, commit_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
@@ -287,11 +287,10 @@ async fn remaining_casks(
             SlotContent { some_go: false, .. } => {
                 // The reduced manifest lies outside of the log entry, and so must its casks.
                 if let Some(bytes) = CaskSource::of_link(store, snapshot.chain.newest(), at).whole() {
-                    if let Some(found) = present(store, &cask.path(), cask.bytes).await? {
-                        let now_ms = store.objects().clock_ms().await?;
-                        older_by = older_by.max(Duration::from_millis(now_ms.saturating_sub(found.modified_ms)));
-                    }
-                    store.objects().create_unique(&cask.path(), bytes.clone()).await?;
+                    let now_ms = store.objects().clock_ms().await?;
+                    let found = create_fresh(store, &cask.path(), bytes.clone(), fresh_since(now_ms, options.age_floor)).await?;
+                    let age_ms = found.map_or(0, |found| now_ms.saturating_sub(found.modified_ms));
+                    older_by = older_by.max(Duration::from_millis(age_ms));
                 }
                 casks.push(cask.clone());
             }

@@ -1,5 +1,6 @@
 //! Operations on whole small objects: get, create, list, delete.
 
+use std::fs::FileType;
 use std::io::Read;
 
 use bytes::Bytes;
@@ -168,16 +169,15 @@ impl Objects {
         Ok(found)
     }
 
-    /// Lists the names of the objects in a folder that sort after `after`, ascending. Costs one request on an object
-    /// store. On local disk, reads the folder but not the metadata of each file.
+    /// Lists the names of the objects in a folder that sort after `after`, ascending, without those in folders below it. Costs one
+    /// request on an object store. On local disk, reads the folder but not the metadata of each file.
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
         self.counters.add(1, 0, 0);
         let mut names: Vec<String> = match self.local_folder() {
             Some(root) => {
                 let (root, folder) = (root.to_owned(), folder.to_owned());
-                let entries = blocking(folder.clone(), move || local::entries(&root, &folder)).await?;
-                entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+                blocking(folder.clone(), move || local::names(&root, &folder, FileType::is_file)).await?
             }
             None => {
                 let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
@@ -187,8 +187,9 @@ impl Objects {
                     Some(_) => client.list(Some(&prefix)),
                     None => client.list_with_offset(Some(&prefix), &offset),
                 };
-                let names = listed.map_ok(|meta| meta.location.filename().unwrap_or_default().to_owned());
-                names.try_collect().await.map_err(|e| Error::storage(folder, e))?
+                let listed: Vec<ObjectMeta> = listed.try_collect().await.map_err(|e| Error::storage(folder, e))?;
+                let names = listed.iter().map(|meta| name_in(self, &meta.location, folder)).collect::<Result<Vec<_>>>()?;
+                names.into_iter().flatten().collect()
             }
         };
         names.retain(|name| name.as_str() > after);
@@ -273,6 +274,12 @@ fn below_root(objects: &Objects, location: &Path, folder: &str) -> Result<String
     })
 }
 
+/// Name of an object in a listing of a folder; `None` if it lies in a folder below that.
+pub(super) fn name_in(objects: &Objects, location: &Path, folder: &str) -> Result<Option<String>> {
+    let path = below_root(objects, location, folder)?;
+    Ok(path.rsplit_once('/').filter(|(above, _)| *above == folder).map(|(_, name)| name.to_owned()))
+}
+
 /// Path of the URL of a web server. Its listings (WebDAV) give names with this path.
 fn url_path(url: &str) -> Option<Path> {
     let is_web = url.starts_with("http://") || url.starts_with("https://");
@@ -344,7 +351,12 @@ pub(crate) fn unconditional(object: &str, source: object_store::Error) -> Error 
 pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) -> Result<Vec<(String, String)>> {
     let mut found = Vec::new();
     if let Medium::Local(_) = &objects.medium {
-        for name in objects.names_after(folder, after).await? {
+        let root = objects.local_folder().map(ToOwned::to_owned).unwrap_or_default();
+        let above = folder.to_owned();
+        let mut folders = blocking(above.clone(), move || local::names(&root, &above, FileType::is_dir)).await?;
+        folders.retain(|name| name.as_str() > after);
+        folders.sort_unstable();
+        for name in folders {
             let inner = objects.names_after(&format!("{folder}/{name}"), "").await?;
             found.extend(inner.into_iter().map(|object| (name.clone(), object)));
         }

@@ -3,7 +3,7 @@
 //! A link may lead out of the store, and a FIFO or a device blocks its reader. So no link below the root is followed, and only
 //! regular files are objects. The root itself may be a link.
 
-use std::fs::{DirEntry, Metadata};
+use std::fs::{DirEntry, FileType, Metadata};
 use std::io::ErrorKind as Io;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -40,8 +40,18 @@ fn folder_of(root: &Path, folder: &str) -> Result<Option<PathBuf>> {
     Ok(Some(path))
 }
 
+/// Names of the entries of a folder below the root that have this type.
+pub(super) fn names(root: &Path, folder: &str, has_type: fn(&FileType) -> bool) -> Result<Vec<String>> {
+    let name = |entry: DirEntry| match entry.file_type() {
+        Ok(found) => Ok(has_type(&found).then(|| entry.file_name().to_string_lossy().into_owned())),
+        Err(e) if is_absence(&e) => Ok(None),
+        Err(e) => Err(Error::io(folder, e)),
+    };
+    entries(root, folder)?.into_iter().filter_map(|entry| name(entry).transpose()).collect()
+}
+
 /// Entries of a folder below the root; none if it does not exist.
-pub(super) fn entries(root: &Path, folder: &str) -> Result<Vec<DirEntry>> {
+fn entries(root: &Path, folder: &str) -> Result<Vec<DirEntry>> {
     let Some(path) = folder_of(root, folder)? else { return Ok(Vec::new()) };
     let read = std::fs::read_dir(path).and_then(|entries| entries.collect());
     match read {
@@ -124,6 +134,7 @@ fn no_object(object: &str, kind: std::fs::FileType) -> Error {
     let what = match (kind.is_symlink(), kind.is_dir()) {
         (true, _) => "is a symbolic link, which tensorcask does not follow within a store; put the files themselves in its place",
         (_, true) => "is a folder, and should be a file",
+        _ if kind.is_file() => "is a file, and should be a folder; remove it, or put the folder of the store in its place",
         _ => "is neither a file nor a folder; remove it, or put the file of the store in its place",
     };
     Error::corrupt(what).object(object).clause("README 2.4")

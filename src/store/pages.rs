@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use futures::{StreamExt, TryStreamExt};
-use object_store::ObjectStore;
+use object_store::{ObjectMeta, ObjectStore};
 
+use super::io::name_in;
 use super::{Objects, concurrently};
 use crate::{Error, Result, boxed};
 
@@ -33,9 +34,10 @@ pub(crate) async fn names_in_pages(
         let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}")));
         let most = if at == last { usize::MAX } else { page_objects };
         let listed = client.list_with_offset(Some(&prefix), &offset).take(most);
-        let named = listed.map_ok(|meta| (meta.location.filename().unwrap_or_default().to_owned(), Some(meta.size)));
-        named.try_collect::<Vec<_>>().await.map_err(|e| Error::storage(folder, e))
+        let listed: Vec<ObjectMeta> = listed.try_collect().await.map_err(|e| Error::storage(folder, e))?;
+        let named = |meta: ObjectMeta| Ok(name_in(objects, &meta.location, folder)?.map(|name| (name, Some(meta.size))));
+        listed.into_iter().map(named).collect::<Result<Vec<_>>>()
     };
     let listed = concurrently(CONCURRENT_PAGES, pages.into_iter().enumerate().map(list)).await?;
-    Ok(listed.into_iter().flatten().collect())
+    Ok(listed.into_iter().flatten().flatten().collect())
 }

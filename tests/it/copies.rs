@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use crate::common::{SmallState, wrap};
+use crate::common::{SmallState, without_inline, wrap};
+use object_store::ObjectStoreExt;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -245,7 +246,7 @@ async fn a_snapshot_that_was_pinned_meanwhile_is_not_reported_as_forgotten() {
 
 /// Garbage collection may delete it at any time.
 #[tokio::test]
-async fn an_old_cask_of_an_interrupted_reduction_is_not_used_again() {
+async fn an_old_cask_of_an_interrupted_reduction_is_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let url = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let store = Store::open(&url("run")).unwrap();
@@ -263,10 +264,9 @@ async fn an_old_cask_of_an_interrupted_reduction_is_not_used_again() {
         std::fs::copy(cask.path(), &left).unwrap();
         make_old(&left);
     }
-    let error = maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap_err();
-    assert!(error.is_too_late(), "{error}");
-    maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
     maintain::keep_roles(&store, &[1], &model, &CompactOptions::default()).await.unwrap();
+    // Written again, the cask is no old leftover.
+    maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
     assert_weights_only(&store, 1).await;
     assert_clean(&store, &[1, 2]).await;
 }
@@ -294,6 +294,30 @@ async fn a_cask_that_is_written_anew_after_gc_has_listed_it_stays() {
     let deleted: Vec<&str> = report.deleted.iter().map(|object| object.path.as_str()).collect();
     assert_eq!(deleted, ["casks/00000000000000000000000000000000.cask"]);
     assert!(!old.exists() && anew.exists());
+}
+
+/// An interrupted copy goes on, however long ago it was: what it left is written again, and so is younger than the age floor.
+#[tokio::test]
+async fn a_copy_goes_on_from_what_an_old_one_left() {
+    let objects = Arc::new(InMemory::new());
+    let source = wrap(objects.clone());
+    add(&source, &[1, 2]).await;
+    let folder = tempfile::tempdir().unwrap();
+    let destination = without_inline().open(folder.path().to_str().unwrap()).unwrap();
+    maintain::copy(&source, &destination, &CopyOptions { steps: Some(vec![1]), ..CopyOptions::default() }).await.unwrap();
+    let shard = CopyOptions { shard: Some((0, 1)), ..CopyOptions::default() };
+    let sent = maintain::copy(&source, &destination, &shard).await.unwrap().objects;
+    assert!(sent > 0);
+    // Then a manifest, before the process was killed.
+    let manifest = source.history().records().await.unwrap()[1].manifest_path();
+    let bytes = objects.get(&Path::from(manifest.as_str())).await.unwrap().bytes().await.unwrap();
+    std::fs::write(folder.path().join(&manifest), bytes).unwrap();
+    let casks = std::fs::read_dir(folder.path().join("casks")).unwrap().map(|found| found.unwrap().path());
+    casks.chain([folder.path().join(&manifest)]).for_each(|path| make_old(&path));
+    maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
+    assert_eq!(destination.snapshots().await.unwrap().len(), 2);
+    assert!(maintain::verify(&destination, &VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::gc(&destination, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap().deleted.is_empty());
 }
 
 /// Sets the time of last modification back to before the default age floor.

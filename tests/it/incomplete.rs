@@ -1,9 +1,12 @@
 //! Stores of which a part is missing or foreign: nothing may take the rest for the whole, and nothing may be deleted by it.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{SmallState, objects_of, without_inline};
+use crate::common::{SmallState, objects_of, without_inline, wrap};
+use object_store::ObjectStoreExt;
+use object_store::memory::InMemory;
 use tempfile::TempDir;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{Error, ErrorKind, ExistingStep, Latest, Policy, Retention, Store, StoreOptions, Writer, WriterOptions};
@@ -323,4 +326,78 @@ async fn a_compaction_whose_entry_is_lost_keeps_its_objects() {
     assert!(before == objects_of(folder.path()), "objects of the compaction were deleted");
     std::fs::write(&last, kept).unwrap();
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+}
+
+/// A second run in the place of the first would take its steps for superseded ones.
+#[tokio::test]
+async fn a_store_without_its_name_is_damaged_for_every_reader_and_takes_no_copy_of_another() {
+    let (folder, store) = saved(1..=3).await;
+    let (_other_folder, other) = saved(1..=3).await;
+    let (_third_folder, third) = saved([]).await;
+    let name = folder.path().join("store.json");
+    let bytes = std::fs::read(&name).unwrap();
+    std::fs::remove_file(&name).unwrap();
+    for options in [CopyOptions::default(), CopyOptions { shard: Some((0, 1)), ..CopyOptions::default() }] {
+        refuses(folder.path(), "store.json", maintain::copy(&other, &store, &options)).await;
+    }
+    refuses(folder.path(), "store.json", maintain::create_for_run_of(&other, &store)).await;
+    refuses(folder.path(), "store.json", maintain::copy(&store, &third, &CopyOptions::default())).await;
+    refuses(folder.path(), "store.json", store.history().run()).await;
+    refuses(folder.path(), "store.json", store.history().entries()).await;
+    refuses(folder.path(), "store.json", store.history().records()).await;
+    refuses(folder.path(), "store.json", store.snapshots()).await;
+    std::fs::write(&name, bytes).unwrap();
+    assert_eq!(store.snapshots().await.unwrap().len(), 3);
+}
+
+#[tokio::test]
+async fn a_gap_before_every_step_is_no_empty_store() {
+    let (folder, store) = saved(1..=3).await;
+    std::fs::remove_file(entry(&folder, 2)).unwrap();
+    refuses(folder.path(), "0002.json", store.snapshots()).await;
+    refuses(folder.path(), "0002.json", store.snapshot(Latest)).await;
+    let (archive, empty) = saved([]).await;
+    std::fs::remove_dir_all(archive.path()).unwrap();
+    let options = CompactOptions::default();
+    assert_eq!(maintain::consolidate(&store, &empty, Latest, &options).await.unwrap_err().kind(), ErrorKind::Corrupt);
+
+    // Nor is a step before a gap the newest one.
+    let (folder, store) = saved(1..=6).await;
+    std::fs::remove_file(entry(&folder, 3)).unwrap();
+    assert_eq!(maintain::consolidate(&store, &empty, Latest, &options).await.unwrap_err().kind(), ErrorKind::Corrupt);
+    assert!(!archive.path().exists());
+}
+
+/// Whatever else lies below the root is none of the store's (log 2.4), as in a folder that somebody made for copies.
+#[tokio::test]
+async fn objects_below_the_folder_of_the_log_are_no_entries() {
+    let objects = Arc::new(InMemory::new());
+    let store = wrap(objects.clone());
+    let (local, in_folder) = saved(1..=70).await;
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=70 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let path = |name: &str| object_store::path::Path::from(name);
+    let first = objects.get(&path("log/00000000000000000001.json")).await.unwrap().bytes().await.unwrap();
+    for name in ["log/backup/00000000000000000099.json", "log/backup/00000000000000000070.json", "catalog/old/00000000000000000099.parquet"]
+    {
+        objects.put(&path(name), first.clone().into()).await.unwrap();
+    }
+    std::fs::create_dir(local.path().join("log/backup")).unwrap();
+    std::fs::copy(entry(&local, 1), local.path().join("log/backup/00000000000000000099.json")).unwrap();
+    for (store, mut writer) in
+        [(&store, store.writer(Policy::Full).await.unwrap()), (&in_folder, in_folder.writer(Policy::Full).await.unwrap())]
+    {
+        save(&mut writer, 71).await.unwrap();
+        maintain::gc(store, &NOW).await.unwrap();
+        assert_eq!(store.snapshot(Latest).await.unwrap().step(), 71);
+    }
+    // Nor do they fill a gap.
+    let third = path("log/00000000000000000003.json");
+    let bytes = objects.get(&third).await.unwrap().bytes().await.unwrap();
+    objects.put(&path("log/backup/00000000000000000003.json"), bytes.into()).await.unwrap();
+    objects.delete(&third).await.unwrap();
+    let error = store.writer(Policy::Full).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
 }
