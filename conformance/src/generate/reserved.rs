@@ -60,6 +60,12 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
     let typed = r#"{"tuple":2},{"typed":"collections.Counter"},{"dict":[{"int":"2"}]},{"int":"1"},{"typed":"a type that no reader has"},{"typed":""},"none""#;
     cases.push(accept("tree/typed", "tree 2.8", "values with types, known and unknown", tree(&tree_of(typed))?));
 
+    let made_of_others = concat!(
+        r##"{"dict":[{"str":"codes"},{"str":"#class"}]},{"tensor":["m.w","torch"]},{"list":4},{"str":"a.module.that.no.reader.HasAsClass"},"##,
+        r#"{"dict":[{"str":"dtype"}]},{"str":"float32"},{"list":2},{"int":"2"},{"int":"3"},{"list":2},{"int":"3"},{"int":"1"}"#
+    );
+    cases.push(accept("tree/made-of-others", "tree 2.9", "a tensor of an unknown class, made of others", tree(&tree_of(made_of_others))?));
+
     let deep = |containers: usize| tree_of(&format!(r#"{}"none""#, r#"{"list":1},"#.repeat(containers)));
     cases.push(accept("tree/deep", "tree 2.6", "511 lists within each other, and the list of nodes", tree(&deep(511))?));
 
