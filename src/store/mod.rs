@@ -19,6 +19,8 @@ mod objects;
 mod open;
 mod pages;
 mod probe;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod proxies;
 mod renewable;
 mod root;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
