@@ -12,6 +12,7 @@ mod doctor;
 mod environments;
 mod faults;
 mod guards;
+mod hangs;
 mod histories;
 mod host;
 mod hosts;
