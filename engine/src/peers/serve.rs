@@ -22,7 +22,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::io::Errno;
 use tensorcask::{Bandwidth, Error, Result};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
@@ -135,12 +135,21 @@ impl PeerServer {
 /// Listens on an address. `0.0.0.0` stands for all addresses of this host, those of IPv6 included: peers may have such addresses.
 async fn listen_on(address: SocketAddr) -> std::io::Result<TcpListener> {
     if address.ip() == IpAddr::V4(Ipv4Addr::UNSPECIFIED) {
-        match TcpListener::bind((Ipv6Addr::UNSPECIFIED, address.port())).await {
+        match listen_on_all(address.port()) {
             Ok(listener) => return Ok(listener),
             Err(error) => tracing::debug!(%error, "no IPv6 here; listening on IPv4 alone"),
         }
     }
     TcpListener::bind(address).await
+}
+
+/// Listens on all addresses of both protocols, also where the system gives IPv6 sockets IPv6 alone (`net.ipv6.bindv6only`).
+fn listen_on_all(port: u16) -> std::io::Result<TcpListener> {
+    let socket = TcpSocket::new_v6()?;
+    socket.set_reuseaddr(true)?;
+    rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
+    socket.bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;
+    socket.listen(BACKLOG)
 }
 
 /// A connection of a peer, with or without TLS.
@@ -332,6 +341,8 @@ fn read_piece(file: &std::fs::File, start: u64, bytes: u64) -> std::io::Result<B
 const LEAST_CONNECTIONS: usize = 64;
 /// Connections that a peer may keep: each of its tasks has a client with idle connections.
 const CONNECTIONS_OF_PEER: usize = 8;
+/// Connections that the system keeps until they are accepted.
+const BACKLOG: u32 = 1024;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Time for a refused client to read why it is refused.

@@ -89,3 +89,35 @@ async fn sixty_four_hosts_are_served_while_they_keep_idle_connections() {
         futures::future::join_all(asked).await;
     }
 }
+
+/// Whether this machine has IPv6.
+async fn has_ipv6() -> bool {
+    tokio::net::TcpListener::bind("[::1]:0").await.is_ok()
+}
+
+/// A host whose peers have addresses of both kinds listens on `0.0.0.0`.
+#[tokio::test]
+async fn a_listener_on_all_addresses_serves_peers_with_ipv4_and_ipv6() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=2).await;
+    let made = certificates(&host.tls_folder(), RUN);
+    let server = host.serve_at("0.0.0.0:0".parse().unwrap(), Some(tls(&made.hosts[0]))).await;
+    let port = server.address.port();
+    let addresses = [Some(format!("127.0.0.1:{port}")), has_ipv6().await.then(|| format!("[::1]:{port}"))];
+    for address in addresses.into_iter().flatten() {
+        let peer = peer(address.parse().unwrap(), Some(tls(&made.hosts[1])));
+        peer.answers().await.unwrap();
+        assert_newest(&peer.store("memory-0"), 2).await;
+    }
+}
+
+#[tokio::test]
+async fn a_listener_on_one_ipv6_address_serves_its_peers() {
+    if !has_ipv6().await {
+        return println!("this machine has no IPv6");
+    }
+    let host = Host::new();
+    save_steps(&host, 0, 1..=2).await;
+    let server = host.serve_at("[::1]:0".parse().unwrap(), None).await;
+    assert_newest(&server.peer(None).store("memory-0"), 2).await;
+}
