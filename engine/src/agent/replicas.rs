@@ -119,7 +119,7 @@ async fn serve_loop(context: Arc<Context>) {
         };
         match bound.await {
             Ok(server) => {
-                run.replicas().server_problem = None;
+                (run.replicas().server_problem, run.replicas().waits) = (None, Some(server.waits()));
                 server.serve().await;
             }
             Err(error) => {
@@ -136,7 +136,8 @@ async fn observe_loop(context: Arc<Context>, host: u32) {
     let run = &context.run;
     let (mut copied, mut backoff) = (None, Backoff::new());
     loop {
-        match observe(&context, host, &mut copied).await {
+        let observed = waiting_noted(run, host, observe(&context, host, &mut copied)).await;
+        match observed {
             Ok(()) => {
                 backoff.reset();
                 tokio::time::sleep(POLL).await;
@@ -152,6 +153,21 @@ async fn observe_loop(context: Arc<Context>, host: u32) {
                 // The certificates, and the replica, are opened again.
                 copied = None;
                 backoff.wait(std::future::pending()).await;
+            }
+        }
+    }
+}
+
+/// Does work that waits for another host. Reports if that takes long and the host is silent.
+async fn waiting_noted<T>(run: &Run, host: u32, work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    loop {
+        tokio::select! {
+            done = &mut work => return done,
+            () = tokio::time::sleep(SIGN_OF_LIFE) => {
+                if let Some(problem) = run.replicas().on_wait(host, Instant::now()) {
+                    tracing::warn!(run = run.spec.run, host, problem, "waiting for another host");
+                }
             }
         }
     }

@@ -28,6 +28,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use super::byte_range::{Asked, Sent, parse_range};
+use super::connection_waits::ConnectionWaits;
 use super::folder_access::{Depth, list, open_file};
 use super::handshakes::Handshakes;
 use super::listing::multistatus;
@@ -42,6 +43,7 @@ pub(crate) struct PeerServer {
     tls: Option<Arc<Tls>>,
     served: Arc<Served>,
     limits: Limits,
+    waits: Arc<ConnectionWaits>,
 }
 
 /// Limits that grow with the number of hosts.
@@ -87,7 +89,13 @@ impl PeerServer {
         }
         let listener = listen_on(listen).await.map_err(|e| Error::io(listen.to_string(), e))?;
         let served = Served { root, key: key.to_owned(), bandwidth, sent_bytes: AtomicU64::new(0) };
-        Ok(Self { listener, tls, served: Arc::new(served), limits: Limits::for_hosts(hosts) })
+        let limits = Limits::for_hosts(hosts);
+        Ok(Self { listener, tls, served: Arc::new(served), limits, waits: Arc::new(ConnectionWaits::new(limits.connections)) })
+    }
+
+    /// The connections that wait for others to end.
+    pub(crate) fn waits(&self) -> Arc<ConnectionWaits> {
+        self.waits.clone()
     }
 
     /// The address, with the port that was chosen for port 0.
@@ -111,7 +119,7 @@ impl PeerServer {
                     continue;
                 }
             };
-            let (served, tls, free) = (self.served.clone(), self.tls.clone(), free.clone());
+            let (served, tls, free, waits) = (self.served.clone(), self.tls.clone(), free.clone(), self.waits.clone());
             handshakes.begin(peer.ip(), |place| {
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
@@ -123,7 +131,9 @@ impl PeerServer {
                         },
                     };
                     // A peer that waits for others counts as a handshake meanwhile, so that those who wait are few, too.
-                    let Ok(Ok(_permit)) = tokio::time::timeout(IDLE, free.acquire_owned()).await else { return };
+                    let Ok(Ok(_permit)) = tokio::time::timeout(IDLE, waits.noted(free.acquire_owned())).await else {
+                        return tracing::warn!(%peer, "a connection of a peer was closed, because it waited too long for others to end");
+                    };
                     drop(place);
                     serve_connection(stream, served).await;
                 })
