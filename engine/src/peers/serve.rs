@@ -350,7 +350,7 @@ fn read_piece(file: &std::fs::File, start: u64, bytes: u64) -> std::io::Result<B
 /// Connections for which there is always room: those of a small run, of `agent doctor`, and of strangers.
 const LEAST_CONNECTIONS: usize = 64;
 /// Connections that a peer may keep: each of its tasks has a client with idle connections.
-const CONNECTIONS_OF_PEER: usize = 8;
+const CONNECTIONS_OF_PEER: usize = 16;
 /// Connections that the system keeps until they are accepted.
 const BACKLOG: u32 = 1024;
 /// Time limit of a handshake.
