@@ -18,6 +18,7 @@ mod host;
 mod hosts;
 mod kills;
 mod lost_stores;
+mod many_hosts;
 mod memory;
 mod next_agents;
 mod outages;
