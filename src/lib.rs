@@ -129,7 +129,9 @@ pub use reader::{
     ReadRequest, RecoveredSnapshot, SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables,
     StoredPart, StoredTensor, Survey, TensorMap, TensorPart, TensorStatistics, UpdateReport,
 };
-pub use store::{AheadUploads, Bandwidth, Environment, IoCounts, Store, StoreOptions, absolute_url, is_credential, with_absolute_path};
+pub use store::{
+    AheadUploads, Bandwidth, Environment, IoCounts, PendingRequest, Store, StoreOptions, absolute_url, is_credential, with_absolute_path,
+};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, RoleRules, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, fact_of, is_writers_blob};

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,9 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Pauses between questions of a wait.
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+/// Pauses between attempts to use an engine that another thread uses: short, because most uses are.
+const FIRST_LOCK_PAUSE: Duration = Duration::from_micros(20);
+const LONGEST_LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
@@ -63,11 +66,16 @@ struct Signals {
     raised: Arc<Mutex<Option<PyErr>>>,
     /// Threads that run signal handlers now.
     asking: Arc<Mutex<HashSet<ThreadId>>>,
+    /// Whether a thread closes the engine, so that the operations of others end.
+    is_closing: Arc<AtomicBool>,
 }
 
 impl Signals {
     /// Runs the handlers of signals that have arrived, if this is the main thread. Fails if one has raised an exception.
     fn check(&self) -> tensorcask::Result<()> {
+        if self.is_closing.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::Conflict, "the engine was closed meanwhile"));
+        }
         let own = std::thread::current().id();
         lock(&self.asking).insert(own);
         let checked = Python::attach(|py| py.check_signals());
@@ -120,8 +128,8 @@ impl Engine {
         let signals = Signals::default();
         let (asked_by_engine, mut asked) = (signals.clone(), Instant::now());
         let ask = move || {
-            let has_raised = lock(&asked_by_engine.raised).is_some();
-            if !has_raised && asked.elapsed() < INTERVAL {
+            let is_over = asked_by_engine.is_closing.load(Ordering::Relaxed) || lock(&asked_by_engine.raised).is_some();
+            if !is_over && asked.elapsed() < INTERVAL {
                 return Ok(());
             }
             asked = Instant::now();
@@ -389,9 +397,15 @@ impl Engine {
         self.done(finished)
     }
 
-    /// Closes the engine. States in shared memory stay there.
+    /// Closes the engine. States in shared memory stay there. An operation of another thread ends with an error: a storage that hangs
+    /// would keep it for ever.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let engine = self.lock(py)?.take();
+        if self.pid == std::process::id() && !self.signals.are_running_here() {
+            self.signals.is_closing.store(true, Ordering::Relaxed);
+        }
+        let taken = self.lock(py).map(|mut engine| engine.take());
+        self.signals.is_closing.store(false, Ordering::Relaxed);
+        let engine = taken?;
         py.detach(|| drop(engine));
         Ok(())
     }
@@ -414,7 +428,21 @@ impl Engine {
             let message = "this engine is in use: a signal handler cannot use the engine while a save waits; raise an exception instead";
             return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }
-        self.inner.lock_py_attached(py).map_err(|_| poisoned())
+        // Another thread may hold the engine for long, in a restore. Signals end this wait, too.
+        let (mut pause, mut checked) = (FIRST_LOCK_PAUSE, Instant::now());
+        loop {
+            match self.inner.try_lock() {
+                Ok(locked) => return Ok(locked),
+                Err(TryLockError::Poisoned(_)) => return Err(poisoned()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            if checked.elapsed() >= INTERVAL {
+                checked = Instant::now();
+                py.check_signals()?;
+            }
+            py.detach(|| std::thread::sleep(pause));
+            pause = (pause * 2).min(LONGEST_LOCK_PAUSE);
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 """Preemption: processes that get the signals of schedulers drain their last save and end with success."""
 
+import ctypes
 import json
 import os
 import signal
@@ -147,3 +148,30 @@ def test_a_signal_that_comes_after_the_ranks_have_asked_counts_at_the_next_step(
             assert preemption.agree()
     finally:
         dist.destroy_process_group()
+
+
+def test_the_grace_counts_from_the_signal_although_its_handler_runs_later() -> None:
+    """The main thread is in a call of a library, where Python runs no handler, until another thread has seen the notice."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(256)  # more than any pthread_mutex_t; zeros are an unlocked mutex
+    left: list[float] = []
+    with tensorcask.Preemption(FakeEngine(), [signal.SIGUSR1], 3600.0, None, 1.0) as preemption:
+
+        def signal_and_look() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            end = time.monotonic() + 60
+            while not preemption.requested and time.monotonic() < end:
+                time.sleep(0.001)
+            if preemption.requested:
+                left.append(preemption.time_left())
+            library.pthread_mutex_unlock(mutex)
+
+        library.pthread_mutex_lock(mutex)
+        thread = threading.Thread(target=signal_and_look)
+        thread.start()
+        # Returns after the unlock. No signal interrupts it.
+        library.pthread_mutex_lock(mutex)
+        thread.join()
+        assert left, "the arrival was noted while the main thread was in the call"
+        assert preemption.time_left() <= left[0], "the handler that ran since has not moved the begin"
+        assert preemption.reason == "SIGUSR1"

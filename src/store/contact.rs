@@ -34,6 +34,7 @@ use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, 
 use object_store::{ClientConfigKey, ClientOptions};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::proxies::Proxies;
 use super::upload_pace::UploadPace;
 use crate::error::Advice;
 
@@ -54,6 +55,8 @@ pub(super) enum Cloud {
 #[derive(Debug)]
 pub(super) struct Connector {
     contacts: Arc<Contacts>,
+    /// Proxies of the process that the store is opened for; `None` for those of this process.
+    proxies: Option<Proxies>,
 }
 
 impl Connector {
@@ -70,7 +73,12 @@ impl Connector {
             repeated: Mutex::default(),
             uploads: Mutex::default(),
         };
-        Self { contacts: Arc::new(contacts) }
+        Self { contacts: Arc::new(contacts), proxies: None }
+    }
+
+    /// Sends requests by these proxies, and by none of this process.
+    pub(super) fn with_proxies(self, proxies: Option<Proxies>) -> Self {
+        Self { proxies, ..self }
     }
 }
 
@@ -80,13 +88,41 @@ impl HttpConnector for Connector {
         if self.contacts.contact_timeout < CONNECT_TIMEOUT {
             options = options.with_connect_timeout(self.contacts.contact_timeout.max(FIRST_PAUSE));
         }
-        let inner = ReqwestConnector::default().connect(&options)?;
+        let inner = self.client(&options)?;
         let request_timeout = options.get_config_value(&ClientConfigKey::Timeout).and_then(|value| humantime::parse_duration(&value).ok());
         let uploads = match request_timeout {
-            Some(_) => ReqwestConnector::default().connect(&options.with_timeout_disabled())?,
+            Some(_) => self.client(&options.with_timeout_disabled())?,
             None => inner.clone(),
         };
         Ok(HttpClient::new(Client { inner, uploads, request_timeout, contacts: self.contacts.clone() }))
+    }
+}
+
+impl Connector {
+    /// A client of `reqwest`. A client has one proxy, so there are two of them if the proxies for `http` and `https` differ.
+    fn client(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let connect = |options: &ClientOptions| ReqwestConnector::default().connect(options);
+        let Some(Proxies { http, https }) = &self.proxies else { return connect(options) };
+        let for_https = connect(&https.applied_to(options))?;
+        if http == https {
+            return Ok(for_https);
+        }
+        Ok(HttpClient::new(ByScheme { for_http: connect(&http.applied_to(options))?, for_https }))
+    }
+}
+
+/// A client for each scheme of URLs.
+#[derive(Debug)]
+struct ByScheme {
+    for_http: HttpClient,
+    for_https: HttpClient,
+}
+
+#[async_trait::async_trait]
+impl HttpService for ByScheme {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let client = if request.uri().scheme_str() == Some("http") { &self.for_http } else { &self.for_https };
+        client.execute(request).await
     }
 }
 

@@ -1,4 +1,4 @@
-//! Variables of the environment that decide about a store: its endpoint, its region, its credentials.
+//! Variables of the environment that decide about a store: its endpoint, its region, its credentials, its proxy.
 //!
 //! A process that works for another one, such as an agent, opens a store with the variables of that process instead of its own.
 
@@ -39,10 +39,14 @@ impl Environment {
         all.filter(move |(name, _)| name.starts_with(prefix))
     }
 
-    /// The same variables without credentials, to compare two environments.
+    /// The same variables without credentials and proxies, to compare two environments: with other ones, the store is the same.
     #[must_use]
     pub fn without_credentials(&self) -> Self {
-        self.0.iter().filter(|(name, _)| !is_credential(name)).map(|(name, value)| (name.clone(), value.clone())).collect()
+        self.0
+            .iter()
+            .filter(|(name, _)| !is_credential(name) && !is_proxy(name))
+            .map(|(name, value)| (name.clone(), value.clone()))
+            .collect()
     }
 }
 
@@ -111,7 +115,11 @@ fn decides(name: &str) -> bool {
     if name.starts_with("AZURE_") {
         return name.to_ascii_lowercase().parse::<object_store::azure::AzureConfigKey>().is_ok();
     }
-    [SERVICE_ACCOUNT, IDENTITY_ENDPOINT, CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&name)
+    [SERVICE_ACCOUNT, IDENTITY_ENDPOINT, CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&name) || is_proxy(name)
+}
+
+fn is_proxy(name: &str) -> bool {
+    PROXIES.as_flattened().contains(&name)
 }
 
 /// A file with the credentials of a service account of Google.
@@ -120,3 +128,6 @@ pub(super) const SERVICE_ACCOUNT: &str = "SERVICE_ACCOUNT";
 pub(super) const IDENTITY_ENDPOINT: &str = "IDENTITY_ENDPOINT";
 pub(super) const CONTACT_TIMEOUT: &str = "TENSORCASK_CONTACT_TIMEOUT";
 pub(super) const RETRY_TIMEOUT: &str = "TENSORCASK_RETRY_TIMEOUT";
+/// Variables of proxies: for `https://`, for `http://`, for both, and servers without a proxy. Of two names, the first wins.
+pub(super) const PROXIES: [[&str; 2]; 4] =
+    [["HTTPS_PROXY", "https_proxy"], ["HTTP_PROXY", "http_proxy"], ["ALL_PROXY", "all_proxy"], ["NO_PROXY", "no_proxy"]];

@@ -35,13 +35,14 @@ impl Objects {
     pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);
+        let _pending = self.noted("read", object);
         let client = self.client()?;
         local_file(self, object).await?;
         let fetch = |range: Range<u64>| {
             let path = &path;
             async move {
                 let wanted = range.end - range.start;
-                self.counters.add(1, 0, 0);
+                let _pending = self.request("read", object, 0);
                 let received = match client.get_range(path, range.clone()).await {
                     Ok(bytes) if bytes.len() as u64 == wanted => {
                         self.counters.add(0, wanted, 0);
@@ -51,7 +52,7 @@ impl Objects {
                 };
                 // For a range past the end, some stores return a short answer and others an error. The object's size
                 // tells damage from a storage failure.
-                self.counters.add(1, 0, 0);
+                let _pending = self.request("look up", object, 0);
                 match (received, client.head(path).await) {
                     (_, Ok(meta)) if meta.size < range.end => {
                         Err(Error::corrupt(format!("has {} bytes, but {} were written: truncated", meta.size, range.end)))

@@ -38,7 +38,7 @@ impl Objects {
     /// Reads a whole object of at most `max_bytes`.
     #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
-        self.counters.add(1, 0, 0);
+        let _pending = self.request("read", object, 0);
         let client = self.client()?;
         if let Some(root) = self.local_folder() {
             let (root, object) = (root.to_owned(), object.to_owned());
@@ -70,7 +70,7 @@ impl Objects {
     /// Writes an object that must not exist yet.
     #[boxed]
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
-        self.counters.add(1, 0, bytes.len() as u64);
+        let _pending = self.request("write", object, bytes.len() as u64);
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
         let client = self.client().map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
         match client.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
@@ -128,7 +128,7 @@ impl Objects {
         let mut attempts = 0;
         loop {
             attempts += 1;
-            self.counters.add(1, 0, payload.content_length() as u64);
+            let _pending = self.request("write", object, payload.content_length() as u64);
             match self.client()?.put(&self.path(object), payload.clone()).await {
                 Ok(_) => return Ok(()),
                 Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) if attempts < 3 => {}
@@ -145,7 +145,7 @@ impl Objects {
     /// Lists the objects in a folder, ordered by path. Leaves out whatever does not have the name of an object (README 2).
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
-        self.counters.add(1, 0, 0);
+        let _pending = self.request("list", folder, 0);
         if self.is_no_folder() {
             return Ok(Vec::new());
         }
@@ -173,7 +173,7 @@ impl Objects {
     /// request on an object store. On local disk, reads the folder but not the metadata of each file.
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
-        self.counters.add(1, 0, 0);
+        let _pending = self.request("list", folder, 0);
         let mut names: Vec<String> = match self.local_folder() {
             Some(root) => {
                 let (root, folder) = (root.to_owned(), folder.to_owned());
@@ -201,7 +201,9 @@ impl Objects {
     #[boxed]
     pub(crate) async fn sizes(&self, objects: Vec<String>, limit: usize) -> Result<Vec<Option<u64>>> {
         if let Some(root) = self.local_folder() {
-            self.counters.add(objects.len() as u64, 0, 0);
+            let Some(first) = objects.first() else { return Ok(Vec::new()) };
+            let _pending = self.request("look up", first, 0);
+            self.counters.add((objects.len() as u64).saturating_sub(1), 0, 0);
             let root = root.to_owned();
             let bytes = move |object: &String| Ok(local::file_of(&root, object)?.map(|found| found.len()));
             return blocking(self.url.clone(), move || objects.iter().map(bytes).collect()).await;
@@ -222,7 +224,7 @@ impl Objects {
     /// Returns size and time of an object.
     #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
-        self.counters.add(1, 0, 0);
+        let _pending = self.request("look up", object, 0);
         if let Some(file) = local_file(self, object).await? {
             return Ok(file);
         }
@@ -250,7 +252,7 @@ impl Objects {
     /// Deletes an object. An object that is already gone is not an error.
     #[boxed]
     pub(crate) async fn delete(&self, object: &str) -> Result<()> {
-        self.counters.add(1, 0, 0);
+        let _pending = self.request("delete", object, 0);
         match local_file(self, object).await {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
             found => found?,
@@ -362,7 +364,7 @@ pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) 
         }
         return Ok(found);
     }
-    objects.counters.add(1, 0, 0);
+    let _pending = objects.request("list", folder, 0);
     // The digit 0 follows the slash, so the objects of `after` are skipped, too.
     let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}0")));
     let listed = objects.client()?.list_with_offset(Some(&prefix), &offset);

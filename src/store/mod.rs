@@ -18,7 +18,10 @@ mod local_file;
 mod objects;
 mod open;
 mod pages;
+mod pending;
 mod probe;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod proxies;
 mod renewable;
 mod root;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
@@ -44,6 +47,7 @@ pub(crate) use io::{Created, Listed, objects_after, remove_staged_file, staged_f
 pub(crate) use objects::{Medium, Objects};
 pub use open::{StoreOptions, absolute_url};
 pub(crate) use pages::names_in_pages;
+pub use pending::PendingRequest;
 pub use probe::ProbeReport;
 pub(crate) use probe::{probe, probe_without_store};
 pub(crate) use root::RootChange;
@@ -145,6 +149,11 @@ impl Store {
             work_planned: work.planned.load(Ordering::Relaxed),
             work_done,
         }
+    }
+
+    /// Returns the oldest request that the storage has not answered yet. A storage that hangs never answers it.
+    pub fn oldest_request(&self) -> Option<PendingRequest> {
+        self.objects().oldest_request()
     }
 
     pub(crate) fn objects(&self) -> &Objects {

@@ -7,6 +7,7 @@ use object_store::ObjectStore;
 use object_store::path::Path;
 
 use super::open::local_objects;
+use super::pending::{Pending, PendingRequest, PendingRequests};
 use super::root::LocalRoot;
 use super::work::WorkCounters;
 use crate::{Error, Result};
@@ -22,6 +23,7 @@ pub(crate) struct Objects {
     pub(super) fsync: bool,
     pub(super) counters: Counters,
     pub(super) work: WorkCounters,
+    pending: Arc<PendingRequests>,
 }
 
 /// Storage below a store. Decides how errors are interpreted.
@@ -56,6 +58,7 @@ impl Objects {
             fsync,
             counters: Counters::default(),
             work: WorkCounters::default(),
+            pending: Arc::default(),
         }
     }
 
@@ -73,6 +76,23 @@ impl Objects {
             }
             _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),
         }
+    }
+
+    /// Counts a request that sends these bytes, and notes it as pending until the result is dropped.
+    #[must_use]
+    pub(super) fn request(&self, operation: &'static str, object: &str, bytes_written: u64) -> Pending {
+        self.counters.add(1, 0, bytes_written);
+        self.noted(operation, object)
+    }
+
+    /// Notes a step that is no request to count, such as a look at a file before it is read.
+    #[must_use]
+    pub(super) fn noted(&self, operation: &'static str, object: &str) -> Pending {
+        self.pending.begin(operation, object)
+    }
+
+    pub(super) fn oldest_request(&self) -> Option<PendingRequest> {
+        self.pending.oldest()
     }
 
     pub(super) fn path(&self, object: &str) -> Path {

@@ -22,6 +22,8 @@ use super::environment::IDENTITY_ENDPOINT;
 #[cfg(feature = "gcp")]
 use super::environment::SERVICE_ACCOUNT;
 use super::guarded::{self, Guarded};
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use super::proxies::Proxies;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 use super::settings::{self, Form};
 use super::{Bandwidth, Environment, Medium, Objects, Store, assemble, assemble_renewable};
@@ -332,7 +334,8 @@ impl StoreOptions {
 
     fn connector(&self, cloud: Cloud, imdsv1_fallback: Option<&str>, url: &str) -> Result<Connector> {
         let contact_timeout = self.time(CONTACT_TIMEOUT, environment::CONTACT_TIMEOUT, url)?;
-        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback, url))
+        let connector = Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback, url);
+        Ok(connector.with_proxies(self.environment.as_ref().map(Proxies::of)))
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {

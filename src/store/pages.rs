@@ -30,7 +30,7 @@ pub(crate) async fn names_in_pages(
     let client = objects.client()?;
     let last = pages.len().saturating_sub(1);
     let list = |(at, after): (usize, String)| async move {
-        objects.counters.add(1, 0, 0);
+        let _pending = objects.request("list", folder, 0);
         let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}")));
         let most = if at == last { usize::MAX } else { page_objects };
         let listed = client.list_with_offset(Some(&prefix), &offset).take(most);

@@ -70,6 +70,7 @@ impl RootChange {
     #[boxed]
     pub(crate) async fn of(objects: &Objects) -> Result<Option<Self>> {
         let (Medium::Local(given), Some(root)) = (&objects.medium, objects.root_folder.get().cloned()) else { return Ok(None) };
+        let _pending = objects.noted("look up", "the root folder");
         let given = given.clone();
         let compared = tokio::task::spawn_blocking(move || root.change(&given)).await;
         let compared = compared.map_err(|e| Error::new(ErrorKind::Storage, format!("its path could not be resolved: {e}")))?;

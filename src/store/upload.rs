@@ -245,7 +245,7 @@ impl Upload {
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
         let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
-        store.objects().counters.add(1, 0, 0);
+        let _pending = store.objects().request("write", &object, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
             Err(e) if store.objects().medium == Medium::Remote && is_there(store.objects(), &object, total_bytes).await => {
@@ -273,7 +273,7 @@ impl Upload {
     async fn send_part(&mut self, part: Vec<Bytes>) -> Result<()> {
         if self.multipart.is_none() {
             let objects = self.store.objects();
-            objects.counters.add(1, 0, 0);
+            let _pending = objects.request("write", &self.object, 0);
             let client = objects.client()?;
             let started: Result<Box<dyn MultipartUpload>, _> = match objects.local_folder() {
                 Some(folder) => LocalFile::begin(folder.join(&self.object), objects.fsync).await.map(|file| Box::new(file) as _),
@@ -287,13 +287,14 @@ impl Upload {
         let permit = self.budget.permits.clone().acquire_owned().await;
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
-            self.store.objects().counters.add(1, 0, bytes);
+            let pending = self.store.objects().request("write", &self.object, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
             let (measurement, bandwidth) = (self.budget.measure(bytes), self.store.inner.options.bandwidth.clone());
             self.running.spawn(async move {
                 let _permit = permit;
                 bandwidth.wait_for(bytes).await;
                 let sent = sent.await;
+                drop(pending);
                 measurement.end(sent.is_ok());
                 sent
             });
@@ -334,7 +335,7 @@ impl Upload {
 /// Returns whether an upload whose completion failed has arrived after all.
 async fn is_there(objects: &Objects, object: &str, bytes: u64) -> bool {
     let Ok(client) = objects.client() else { return false };
-    objects.counters.add(1, 0, 0);
+    let _pending = objects.request("look up", object, 0);
     matches!(client.head(&objects.path(object)).await, Ok(meta) if meta.size == bytes)
 }
 

@@ -3,10 +3,12 @@
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent, stop_agent};
 
 use super::host::*;
@@ -397,4 +399,46 @@ fn agents_that_die_one_after_the_other_are_a_problem() {
     save(&mut engine, 2);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(engine.wait(Until::Durable, Duration::ZERO).unwrap().problem, None);
+}
+
+/// A trainer may run for weeks, and start many agents.
+#[test]
+fn an_agent_that_has_ended_leaves_no_zombie() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for step in 1..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        let agent = host.agent().unwrap().as_raw_nonzero();
+        host.signal_agent(Signal::KILL);
+        // A zombie would stay here until this process ends.
+        until("the system has forgotten the agent", || !Path::new(&format!("/proc/{agent}")).exists());
+    }
+}
+
+/// Launchers bind each rank to a few processors. The agent works for all ranks of its host.
+#[test]
+fn an_agent_is_not_bound_to_the_processors_of_the_rank_that_started_it() {
+    let allowed = |task: &Path| {
+        let status = std::fs::read_to_string(task.join("status")).unwrap();
+        status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim().to_owned()
+    };
+    let own = || allowed(Path::new("/proc/thread-self"));
+    let before = sched_getaffinity(None).unwrap();
+    let mut all = CpuSet::new();
+    (0..CpuSet::MAX_CPU).for_each(|processor| all.set(processor));
+    sched_setaffinity(None, &all).unwrap();
+    let all_of_machine = own();
+    let mut one = CpuSet::new();
+    one.set((0..CpuSet::MAX_CPU).find(|processor| before.is_set(*processor)).unwrap());
+    sched_setaffinity(None, &one).unwrap();
+    let (bound, host) = (own(), Host::new());
+    let mut engine = host.engine();
+    sched_setaffinity(None, &before).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", host.agent().unwrap().as_raw_nonzero())).unwrap();
+    // A thread may have ended by now.
+    let tasks: Vec<String> = tasks.map(|task| task.unwrap().path()).filter(|task| task.exists()).map(|task| allowed(&task)).collect();
+    assert!(!tasks.is_empty() && tasks.iter().all(|allowed| *allowed == all_of_machine), "{tasks:?}, and the rank was bound to {bound}");
 }

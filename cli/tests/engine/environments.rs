@@ -102,3 +102,41 @@ fn the_agent_uses_the_environment_of_each_trainer() {
     host.kill_agent();
     agent.wait().unwrap();
 }
+
+/// A proxy gets each request for `http://` as it is, so the server above can stand in for one.
+#[test]
+fn the_agent_uses_the_proxy_of_each_run_and_none_of_its_own() {
+    let host = Host::new();
+    let [agents, first, second, store] = [(); 4].map(|()| Server::start());
+    let mut agent = host.start_agent_with(&[("HTTP_PROXY", &agents.endpoint), ("all_proxy", &agents.endpoint)]);
+    let run = |key: &'static str, proxy: &[(&str, &str)]| {
+        let url = format!("s3://bucket/{key}");
+        let words = variables(&store, key).into_iter().chain([("TEST_STEPS", "1"), ("TEST_STORE", &*url)]).chain(proxy.iter().copied());
+        let mut trainer = host.trainer(&words.collect::<Vec<_>>());
+        while trainer.says().unwrap()[0] != "done" {}
+        trainer.kill();
+    };
+    run("FIRST", &[("http_proxy", &first.endpoint)]);
+    run("SECOND", &[("ALL_PROXY", &second.endpoint), ("HTTPS_PROXY", &agents.endpoint)]);
+    run("EXCEPTED", &[("HTTP_PROXY", &first.endpoint), ("NO_PROXY", "example.com, 127.0.0.1")]);
+    run("DIRECT", &[]);
+    let all = [(&first, &["FIRST"][..]), (&second, &["SECOND"]), (&store, &["EXCEPTED", "DIRECT"])];
+    // The trainers are gone, so these requests are the agent's.
+    all.iter().for_each(|(server, _)| server.forget());
+    for (server, keys) in all {
+        keys.iter().for_each(|key| until(key, || server.keys().iter().any(|found| found == key)));
+        assert!(server.keys().iter().all(|found| keys.contains(&found.as_str())), "{keys:?}: {:?}", server.keys());
+    }
+    assert!(agents.keys().is_empty(), "{:?}", agents.keys());
+    // The next start of a run has another proxy, and the agent lives on.
+    run("FIRST", &[("HTTP_PROXY", &second.endpoint)]);
+    first.forget();
+    second.forget();
+    until("the agent has the renewed proxy", || second.keys().iter().any(|key| key == "FIRST"));
+    first.forget();
+    second.forget();
+    until("the agent goes on", || second.keys().iter().any(|key| key == "FIRST"));
+    assert!(first.keys().is_empty(), "{:?}", first.keys());
+    host.kill_agent();
+    agent.wait().unwrap();
+}

@@ -558,3 +558,37 @@ fn receipts_without_their_signature_are_reported_in_the_status() {
     job.hosts[1].signal_agent(Signal::KILL);
     agent.wait().unwrap();
 }
+
+/// The agent of a host is stopped: its connections stay open, and nothing comes through them.
+#[test]
+fn a_host_that_does_not_answer_is_named_by_those_that_wait_for_it() {
+    let job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    job.wait_for_copy(1, 0, 1);
+    job.hosts[1].signal_agent(Signal::STOP);
+    start.save(0, 2);
+    start.save(2, 2);
+    // Host 1 copies host 0, and host 2 copies host 1.
+    let run = |host: usize| job.hosts[host].status().runs.remove(0);
+    until("host 0 says that its step waits for copies", || run(0).peers_problem.is_some_and(|problem| problem.contains("step 2 waits")));
+    let problem = run(0).peers_problem.unwrap();
+    assert!(problem.contains("since ") && problem.contains("GMT"), "{problem}");
+    let waited = start.engines[0].wait(Until::Replicated, Duration::ZERO).unwrap();
+    assert!(!waited.reached && waited.problem.as_ref().is_some_and(|problem| problem.contains("step 2 waits")), "{waited:?}");
+    let port = job.ports[1].to_string();
+    let names_host = |problem: String| problem.contains(&port);
+    until("host 2 names the host", || run(2).replicas.iter().any(|replica| replica.problem.clone().is_some_and(names_host)));
+    job.hosts[1].signal_agent(Signal::CONT);
+    start.save(1, 2);
+    start.wait_all();
+    for host in [0, 2] {
+        until("the problem is gone", || {
+            let run = run(host);
+            run.peers_problem.is_none() && run.replicas.iter().all(|replica| replica.problem.is_none())
+        });
+    }
+    assert_eq!(job.steps(), [1, 2]);
+    job.assert_clean();
+}

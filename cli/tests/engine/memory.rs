@@ -200,3 +200,23 @@ fn another_run_has_another_arena() {
     drop(other);
     assert_eq!(host.engine().restore(Latest).unwrap().step, 1);
 }
+
+/// Such a file system says that it has 0 blocks.
+#[test]
+fn a_file_system_without_a_limit_has_room_for_snapshots() {
+    let Some(folder) = mounted("0") else { return };
+    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let mut engine = Engine::start(EngineOptions { folder: Some(engine_folder.clone()), ..host.options() }).unwrap();
+    State::new(1, SMALL).save(&mut engine).unwrap();
+    let waited = engine.wait(Until::Durable, LONG);
+    let run = agent_status(Some(&engine_folder)).map(|mut status| status.runs.remove(0));
+    let finished = engine.finish();
+    unmount(&folder);
+    assert!(waited.unwrap().reached && finished.is_ok());
+    let run = run.unwrap();
+    assert_eq!((run.memory_steps.as_slice(), run.problem.as_deref()), (&[1][..], None));
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+    let total_bytes = total.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024;
+    assert_eq!(run.memory_cap_bytes, total_bytes / 2);
+}

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use tensorcask::maintain::{Mirror, Refill};
 use tensorcask::wire::{SessionName, SessionStep};
@@ -22,8 +22,17 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
     let (mut holders, mut unfit) = (Holders::new(&peers, own), BTreeSet::new());
     let (mut first, mut found_earlier, mut waiting_since) = (None, false, None);
     let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
+    let mut lateness = Lateness::default();
     loop {
         tokio::time::sleep(POLL).await;
+        // A step that does not fit to that of host 0 waits for its commit alone.
+        let waiting = work.awaited_copies().into_iter().filter(|key| !unfit.contains(key)).min();
+        if let Some(problem) = lateness.look(waiting, &holders.problems, Instant::now()) {
+            if let Some(problem) = &problem {
+                tracing::warn!(run = run.spec.run, problem, "steps are not replicated yet");
+            }
+            run.replicas().copies_problem = problem;
+        }
         if !found_earlier && has_arenas(run) {
             work.await_copies_of_earlier();
             found_earlier = true;
@@ -91,11 +100,18 @@ struct Holders {
     hosts: Vec<u32>,
     /// Hosts that did not answer, and when.
     silent: BTreeMap<u32, Instant>,
+    /// Errors of the hosts that did not answer last.
+    problems: BTreeMap<u32, String>,
 }
 
 impl Holders {
     fn new(peers: &Peers, own: u32) -> Self {
-        Self { others: None, hosts: Placement::of(peers).possible_holders(own, TOLERATED_LOSSES), silent: BTreeMap::new() }
+        Self {
+            others: None,
+            hosts: Placement::of(peers).possible_holders(own, TOLERATED_LOSSES),
+            silent: BTreeMap::new(),
+            problems: BTreeMap::new(),
+        }
     }
 
     /// Number of hosts that have a copy of each step of the session.
@@ -115,18 +131,46 @@ impl Holders {
         for (host, told) in asked.into_iter().zip(told) {
             match told.and_then(|json| json.map(|json| Copies::decode(&json)).transpose()) {
                 Ok(told) => {
+                    self.problems.remove(&host);
                     let steps: BTreeSet<SessionStep> = told.into_iter().flat_map(|told| told.of(work.hosts.session)).collect();
                     steps.into_iter().for_each(|key| *copies.entry(key).or_default() += 1);
                 }
                 Err(error) => {
                     tracing::debug!(run = run.spec.run, host, %error, "a holder does not tell its copies");
                     self.silent.insert(host, Instant::now());
+                    self.problems.insert(host, error.to_string());
                     has_failed = true;
                 }
             }
         }
         self.others = Some(others).filter(|_| !has_failed);
         copies
+    }
+}
+
+/// How long the oldest step has waited for its copies.
+#[derive(Debug, Default)]
+struct Lateness {
+    oldest: Option<(SessionStep, Instant)>,
+    is_reported: bool,
+}
+
+impl Lateness {
+    /// Looks at the oldest step that waits. Returns a problem that is new, or `None` inside once it is over. `problems`: errors of the hosts that should copy.
+    fn look(&mut self, oldest: Option<SessionStep>, problems: &BTreeMap<u32, String>, now: Instant) -> Option<Option<String>> {
+        if oldest != self.oldest.map(|(key, _)| key) {
+            self.oldest = oldest.map(|key| (key, now));
+        }
+        let late = self.oldest.map(|(key, since)| (key, now.saturating_duration_since(since))).filter(|(_, waited)| *waited >= LATE);
+        if late.is_some() == std::mem::replace(&mut self.is_reported, late.is_some()) {
+            return None;
+        }
+        Some(late.map(|(key, waited)| {
+            let since = httpdate::fmt_http_date(SystemTime::now().checked_sub(waited).unwrap_or(SystemTime::UNIX_EPOCH));
+            let named: Vec<String> = problems.iter().map(|(host, error)| format!("host {host}: {error}")).collect();
+            let why = if named.is_empty() { "they answer, and have not copied it".to_owned() } else { named.join("; ") };
+            format!("step {} waits for copies on other hosts since {since} ({why})", key.step)
+        }))
     }
 }
 
@@ -204,9 +248,37 @@ const SILENCE: Duration = Duration::from_secs(3);
 const MOST_UNKNOWN: usize = 16;
 /// Time for one of these hosts to answer.
 const LEARN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time after which a step that waits for its copies is reported.
+const LATE: Duration = Duration::from_secs(10);
 /// Time between attempts while other places lack a part, too.
 const WHILE_MISSING: Duration = Duration::from_secs(1);
 /// Time between attempts after a failure.
 const AFTER_PROBLEM: Duration = Duration::from_secs(5);
 /// Time between questions to the holders, while a step waits for copies.
 const POLL: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::{Duration, Instant};
+
+    use tensorcask::wire::SessionStep;
+
+    use super::Lateness;
+
+    #[test]
+    fn a_step_that_waits_for_its_copies_is_reported_once_and_until_it_has_them() {
+        let (mut lateness, begun) = (Lateness::default(), Instant::now());
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        let step = |step: u64| Some(SessionStep { attempt: 0, step });
+        let silent = BTreeMap::from([(3, "no connection within 5s".to_owned())]);
+        assert_eq!(lateness.look(step(1), &silent, at(0)), None);
+        // A step that is copied in time is no problem, however many follow.
+        assert_eq!(lateness.look(step(2), &silent, at(9)), None);
+        assert_eq!(lateness.look(step(2), &silent, at(18)), None);
+        let problem = lateness.look(step(2), &silent, at(19)).unwrap().unwrap();
+        assert!(["step 2 ", " since ", "host 3: no connection"].iter().all(|part| problem.contains(part)), "{problem}");
+        assert_eq!(lateness.look(step(2), &silent, at(20)), None);
+        assert_eq!(lateness.look(None, &silent, at(21)), Some(None));
+    }
+}

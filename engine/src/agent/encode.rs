@@ -14,7 +14,6 @@ use super::run::Run;
 use super::run_event::{EncodedSave, Event, MemoryContents, RankGeneration};
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection, StateOfRank};
-use super::storage_watch::watched;
 use crate::arena::Arena;
 use crate::folders::describe_free_space;
 use crate::image::StoredState;
@@ -61,8 +60,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>, rows: &mut RowTr
     let tier = match memory {
         Some(opened) => opened,
         None => {
-            let opening = MemoryTier::open(&run.folder, &run.tiers, run.spec.writer_options()?, run.spec.world);
-            let opened = watched(run, 0, opening).await?;
+            let opened = MemoryTier::open(&run.folder, &run.tiers, run.spec.writer_options()?, run.spec.world).await?;
             note_memory(run, &opened).await?;
             // The first upload takes the store over, even if there is nothing to upload yet.
             run.wakes.wake_uploaders();

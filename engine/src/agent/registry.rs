@@ -18,6 +18,7 @@ use super::replicas::spawn_peer_tasks;
 use super::report::status_of;
 use super::run::Run;
 use super::run_event::Event;
+use super::storage_watch::storage_watch_loop;
 use super::upload::upload_loop;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::run_spec::{RunSpec, run_key};
@@ -156,6 +157,7 @@ impl Registry {
                 [tokio::spawn(encode_loop(run.clone()))].into_iter().chain(uploads).collect()
             }
         };
+        tasks.extend((0..run.tiers.len()).map(|tier| tokio::spawn(storage_watch_loop(run.clone(), tier))));
         tasks.extend(spawn_peer_tasks(&run));
         self.lock().insert(key, ActiveRun { run: run.clone(), tasks, watches: Vec::new() });
         Ok(run)

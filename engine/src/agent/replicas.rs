@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Replica;
 use tensorcask::{ErrorKind, ReceiptProof, Result, SessionLog};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::copies::Copies;
@@ -119,7 +120,7 @@ async fn serve_loop(context: Arc<Context>) {
         };
         match bound.await {
             Ok(server) => {
-                run.replicas().server_problem = None;
+                (run.replicas().server_problem, run.replicas().waits) = (None, Some(server.waits()));
                 server.serve().await;
             }
             Err(error) => {
@@ -135,11 +136,13 @@ async fn serve_loop(context: Arc<Context>) {
 async fn observe_loop(context: Arc<Context>, host: u32) {
     let run = &context.run;
     let (mut copied, mut backoff) = (None, Backoff::new());
+    let mut pace = Pace { changes: run.changes(), active: Instant::now() };
     loop {
-        match observe(&context, host, &mut copied).await {
-            Ok(()) => {
+        let observed = waiting_noted(run, host, observe(&context, host, &mut copied)).await;
+        match observed {
+            Ok(look) => {
                 backoff.reset();
-                tokio::time::sleep(POLL).await;
+                pace.pause(look).await;
             }
             Err(error) => {
                 // An error on this side is no silence of the other.
@@ -157,6 +160,63 @@ async fn observe_loop(context: Arc<Context>, host: u32) {
     }
 }
 
+/// Result of a look at another host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Look {
+    /// It has something new, or something that is not copied yet.
+    Changed,
+    /// It has nothing new.
+    Same,
+    /// It answers, and another host copies it.
+    Alive,
+}
+
+/// Time between looks at a host: short while hosts save, and longer in between. Looks of many agents on one machine would
+/// otherwise take its processors from the saves.
+struct Pace {
+    /// Events of this host. It saves when the other hosts do.
+    changes: watch::Receiver<u64>,
+    /// Time of the last event here, or change there.
+    active: Instant,
+}
+
+impl Pace {
+    async fn pause(&mut self, look: Look) {
+        if look == Look::Changed {
+            self.active = Instant::now();
+        }
+        tokio::time::sleep(POLL).await;
+        let rest = IDLE_POLL.saturating_sub(POLL);
+        if look == Look::Alive {
+            return tokio::time::sleep(rest).await;
+        }
+        let is_active = self.active.elapsed() < ACTIVE;
+        let woken = match is_active {
+            true => self.changes.has_changed().unwrap_or(false),
+            false => tokio::time::timeout(rest, self.changes.changed()).await.is_ok(),
+        };
+        if woken {
+            self.changes.mark_unchanged();
+            self.active = Instant::now();
+        }
+    }
+}
+
+/// Does work that waits for another host. Reports if that takes long and the host is silent.
+async fn waiting_noted<T>(run: &Run, host: u32, work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    loop {
+        tokio::select! {
+            done = &mut work => return done,
+            () = tokio::time::sleep(SIGN_OF_LIFE) => {
+                if let Some(problem) = run.replicas().on_wait(host, Instant::now()) {
+                    tracing::warn!(run = run.spec.run, host, problem, "waiting for another host");
+                }
+            }
+        }
+    }
+}
+
 /// A connection to a peer, and the replica of its mirror.
 struct Copied {
     peer: Peer,
@@ -167,7 +227,7 @@ struct Copied {
     told: Option<Copies>,
 }
 
-async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> Result<()> {
+async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> Result<Look> {
     let run = &context.run;
     let Copied { peer, replica, released, told } = match copied {
         Some(open) => open,
@@ -190,7 +250,7 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             // The replica remembers what it has checked.
             *copied = None;
         }
-        return Ok(());
+        return Ok(Look::Alive);
     }
     *released = None;
     replica.set_room(context.room()?);
@@ -228,17 +288,22 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
         tracing::warn!(run = run.spec.run, host, problem, "a step of another host cannot be copied; trying again");
     }
     let has_problem = pulled.problem.is_some();
+    let is_same = report.casks == 0 && pulled.pending == 0 && pulled.last_step == pulled.source_step && !has_problem;
     run.replicas().on_pulled(host, pulled, Instant::now());
     if has_problem {
         tokio::time::sleep(AFTER_PROBLEM).await;
     }
-    Ok(())
+    Ok(if is_same { Look::Same } else { Look::Changed })
 }
 
 /// Time between checks whether a host answers while it is copied.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-/// Time between looks at a host.
+/// Time between looks at a host while hosts save.
 const POLL: Duration = Duration::from_millis(250);
+/// Time between looks at a host while nothing happens.
+const IDLE_POLL: Duration = Duration::from_secs(1);
+/// Time for which hosts are looked at often after something has happened.
+const ACTIVE: Duration = Duration::from_secs(5);
 /// Time after which the copy of a host is removed if another host is its holder, and both answer.
 const RELEASED: Duration = Duration::from_secs(300);
 const AFTER_PROBLEM: Duration = Duration::from_secs(5);

@@ -14,7 +14,7 @@ use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus,
 pub(super) fn status_of(run: &Run) -> RunStatus {
     let (replicas, peers_problem) = {
         let board = run.replicas();
-        (board.statuses(Instant::now()), board.server_problem.clone())
+        (board.statuses(Instant::now()), board.problem(Instant::now()))
     };
     run.read(|state, arenas| {
         let rank = |(rank, state): (&u32, &RankState)| RankStatus {

@@ -254,7 +254,11 @@ impl Run {
 
     /// Progress of the saves of a rank.
     pub(super) fn progress(&self, rank: u32) -> Progress {
-        self.read(|state, arenas| state.progress(rank, arenas.waiting_states()))
+        let mut progress = self.read(|state, arenas| state.progress(rank, arenas.waiting_states()));
+        if progress.problem.is_none() {
+            progress.problem = self.replicas().copies_problem.clone();
+        }
+        progress
     }
 
     /// Whether another job has taken the store over.

@@ -15,7 +15,6 @@ use super::retry::Backoff;
 use super::run::Run;
 use super::run_event::{Event, MemoryContents, TierOrders, Upload};
 use super::save_log::UploadTimes;
-use super::storage_watch::watched;
 use super::takeover::{Permission, check_permission, is_new_writer, open_copier};
 use super::upload_source::{UploadSource, find_sources, give_up, is_damaged};
 use crate::clock::now_ms;
@@ -34,7 +33,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
         let span = tracing::info_span!("upload", run = run.spec.run, tier, snapshots = Empty, step = Empty, upload_ms = Empty);
         let orders = run.read(|state, _| state.tiers.get(tier).map(|tier| tier.orders)).unwrap_or_default();
         let uploader = Uploader { copier: &mut copier, retainer: retainer.as_mut() };
-        match watched(&run, tier, upload(&run, tier, orders, uploader, &span)).instrument(span.clone()).await {
+        match upload(&run, tier, orders, uploader, &span).instrument(span.clone()).await {
             Ok(()) => {
                 backoff.reset();
                 run.wakes.uploader_woken(tier).await;

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::task::AbortHandle;
 
@@ -21,6 +22,8 @@ pub(super) struct Handshakes {
 struct Pending {
     next_number: u64,
     connections: BTreeMap<u64, Connection>,
+    /// Time of the last warning of a flood.
+    warned: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -56,8 +59,10 @@ impl Pending {
     fn add(&mut self, network: IpAddr, most: usize) -> u64 {
         while self.connections.len() >= most {
             let Some(oldest) = self.oldest_of_largest() else { break };
+            let Some(pushed_out) = self.connections.remove(&oldest) else { break };
+            self.warn(pushed_out.network, most);
             // The task drops its place later, when the lock is free.
-            if let Some(task) = self.connections.remove(&oldest).and_then(|connection| connection.task) {
+            if let Some(task) = pushed_out.task {
                 task.abort();
             }
         }
@@ -65,6 +70,14 @@ impl Pending {
         self.next_number = number.saturating_add(1);
         self.connections.insert(number, Connection { network, task: None });
         number
+    }
+
+    /// Logs that a connection was closed, from time to time: a flood must not fill the log.
+    fn warn(&mut self, address: IpAddr, most: usize) {
+        if self.warned.is_none_or(|warned| warned.elapsed() >= WARNING_INTERVAL) {
+            self.warned = Some(Instant::now());
+            tracing::warn!(%address, most, "too many connections without a certificate; the oldest ones of this address are closed");
+        }
     }
 
     /// The oldest connection of the network that has the most.
@@ -96,6 +109,8 @@ fn network_of(address: IpAddr) -> IpAddr {
         address => address,
     }
 }
+
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {

@@ -15,7 +15,7 @@
 //! | `placement`, `replica_board` | which hosts copy which hosts; what is copied, and who answers |
 //! | `resource`, `byte_range` | what a request names; parsed without I/O |
 //! | `folder_access`, `listing` | opens and lists files below the run's folder, without following links |
-//! | `handshakes` | connections that have not shown a certificate yet |
+//! | `handshakes`, `connection_waits` | connections that have not shown a certificate yet, and those that wait for a place |
 //! | `certificates` | makes certificates |
 //! | `tls` | certificates from files, checks of the other side |
 //! | `signature`, `receipt_proof` | who has saved a step: signatures of receipts |
@@ -29,6 +29,7 @@
 mod byte_range;
 mod certificates;
 mod connect;
+mod connection_waits;
 mod folder_access;
 mod handshakes;
 mod http_client;

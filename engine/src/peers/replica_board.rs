@@ -2,8 +2,10 @@
 //! caller reads.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
+use super::connection_waits::ConnectionWaits;
 use crate::status::ReplicaStatus;
 
 /// State of the observed hosts of a run.
@@ -12,6 +14,10 @@ pub(crate) struct ReplicaBoard {
     hosts: BTreeMap<u32, Observed>,
     /// Current problem of the server.
     pub server_problem: Option<String>,
+    /// Connections of other hosts that wait for a place at the server.
+    pub waits: Option<Arc<ConnectionWaits>>,
+    /// Why steps of this host wait for their copies on other hosts.
+    pub copies_problem: Option<String>,
 }
 
 #[derive(Debug)]
@@ -73,6 +79,26 @@ impl ReplicaBoard {
         }
     }
 
+    /// Notes that a request to a host still waits for its answer. Returns the problem, if the host has been silent for long and
+    /// that is new.
+    pub(crate) fn on_wait(&mut self, host: u32, now: Instant) -> Option<String> {
+        let observed = self.hosts.get_mut(&host).filter(|observed| observed.status.problem.is_none())?;
+        let silent = now.saturating_duration_since(observed.answered);
+        if silent < LONG_WAIT {
+            return None;
+        }
+        let since = SystemTime::now().checked_sub(silent).unwrap_or(SystemTime::UNIX_EPOCH);
+        let problem = format!("{} does not answer since {}; waiting for it", observed.status.address, httpdate::fmt_http_date(since));
+        observed.status.problem = Some(problem.clone());
+        Some(problem)
+    }
+
+    /// Problem of this host with its peers, other than that one of them is silent.
+    pub(crate) fn problem(&self, now: Instant) -> Option<String> {
+        let waits = || self.waits.as_ref().and_then(|waits| waits.problem(now));
+        self.server_problem.clone().or_else(waits).or_else(|| self.copies_problem.clone())
+    }
+
     /// Observed hosts that have been silent for so long that others take their place as holders.
     pub(crate) fn gone(&self, now: Instant) -> BTreeSet<u32> {
         self.silent_for(GONE, now)
@@ -97,6 +123,8 @@ impl ReplicaBoard {
 
 /// Silence after which a host is replaced as a holder.
 const GONE: Duration = Duration::from_secs(30);
+/// Silence after which a request that waits is reported.
+const LONG_WAIT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -125,5 +153,19 @@ mod tests {
         // The copy stays, and its last step is known, when the other host is silent.
         board.on_silence(1, "gone".into());
         assert_eq!(board.statuses(at(90))[0].last_step, Some(9));
+    }
+
+    #[test]
+    fn a_request_that_waits_for_long_is_a_problem_of_its_host() {
+        let (mut board, begin) = (ReplicaBoard::default(), Instant::now());
+        let at = |seconds: u64| begin + Duration::from_secs(seconds);
+        board.observe(1, "a:1", at(0));
+        assert_eq!(board.on_wait(1, at(9)), None);
+        let problem = board.on_wait(1, at(10)).unwrap();
+        assert!(problem.contains("a:1 does not answer since ") && problem.contains("GMT"), "{problem}");
+        assert_eq!(board.statuses(at(10))[0].problem, Some(problem));
+        assert_eq!(board.on_wait(1, at(15)), None, "it is known");
+        board.on_pulled(1, Pulled::default(), at(16));
+        assert_eq!((board.statuses(at(16))[0].problem.as_ref(), board.on_wait(1, at(20))), (None, None));
     }
 }

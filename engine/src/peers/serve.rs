@@ -22,12 +22,13 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::io::Errno;
 use tensorcask::{Bandwidth, Error, Result};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use super::byte_range::{Asked, Sent, parse_range};
+use super::connection_waits::ConnectionWaits;
 use super::folder_access::{Depth, list, open_file};
 use super::handshakes::Handshakes;
 use super::listing::multistatus;
@@ -42,6 +43,7 @@ pub(crate) struct PeerServer {
     tls: Option<Arc<Tls>>,
     served: Arc<Served>,
     limits: Limits,
+    waits: Arc<ConnectionWaits>,
 }
 
 /// Limits that grow with the number of hosts.
@@ -87,7 +89,13 @@ impl PeerServer {
         }
         let listener = listen_on(listen).await.map_err(|e| Error::io(listen.to_string(), e))?;
         let served = Served { root, key: key.to_owned(), bandwidth, sent_bytes: AtomicU64::new(0) };
-        Ok(Self { listener, tls, served: Arc::new(served), limits: Limits::for_hosts(hosts) })
+        let limits = Limits::for_hosts(hosts);
+        Ok(Self { listener, tls, served: Arc::new(served), limits, waits: Arc::new(ConnectionWaits::new(limits.connections)) })
+    }
+
+    /// The connections that wait for others to end.
+    pub(crate) fn waits(&self) -> Arc<ConnectionWaits> {
+        self.waits.clone()
     }
 
     /// The address, with the port that was chosen for port 0.
@@ -111,7 +119,7 @@ impl PeerServer {
                     continue;
                 }
             };
-            let (served, tls, free) = (self.served.clone(), self.tls.clone(), free.clone());
+            let (served, tls, free, waits) = (self.served.clone(), self.tls.clone(), free.clone(), self.waits.clone());
             handshakes.begin(peer.ip(), |place| {
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
@@ -123,7 +131,9 @@ impl PeerServer {
                         },
                     };
                     // A peer that waits for others counts as a handshake meanwhile, so that those who wait are few, too.
-                    let Ok(Ok(_permit)) = tokio::time::timeout(IDLE, free.acquire_owned()).await else { return };
+                    let Ok(Ok(_permit)) = tokio::time::timeout(IDLE, waits.noted(free.acquire_owned())).await else {
+                        return tracing::warn!(%peer, "a connection of a peer was closed, because it waited too long for others to end");
+                    };
                     drop(place);
                     serve_connection(stream, served).await;
                 })
@@ -135,12 +145,21 @@ impl PeerServer {
 /// Listens on an address. `0.0.0.0` stands for all addresses of this host, those of IPv6 included: peers may have such addresses.
 async fn listen_on(address: SocketAddr) -> std::io::Result<TcpListener> {
     if address.ip() == IpAddr::V4(Ipv4Addr::UNSPECIFIED) {
-        match TcpListener::bind((Ipv6Addr::UNSPECIFIED, address.port())).await {
+        match listen_on_all(address.port()) {
             Ok(listener) => return Ok(listener),
             Err(error) => tracing::debug!(%error, "no IPv6 here; listening on IPv4 alone"),
         }
     }
     TcpListener::bind(address).await
+}
+
+/// Listens on all addresses of both protocols, also where the system gives IPv6 sockets IPv6 alone (`net.ipv6.bindv6only`).
+fn listen_on_all(port: u16) -> std::io::Result<TcpListener> {
+    let socket = TcpSocket::new_v6()?;
+    socket.set_reuseaddr(true)?;
+    rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
+    socket.bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)))?;
+    socket.listen(BACKLOG)
 }
 
 /// A connection of a peer, with or without TLS.
@@ -331,7 +350,9 @@ fn read_piece(file: &std::fs::File, start: u64, bytes: u64) -> std::io::Result<B
 /// Connections for which there is always room: those of a small run, of `agent doctor`, and of strangers.
 const LEAST_CONNECTIONS: usize = 64;
 /// Connections that a peer may keep: each of its tasks has a client with idle connections.
-const CONNECTIONS_OF_PEER: usize = 8;
+const CONNECTIONS_OF_PEER: usize = 16;
+/// Connections that the system keeps until they are accepted.
+const BACKLOG: u32 = 1024;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Time for a refused client to read why it is refused.

@@ -1,5 +1,8 @@
 //! Restores and copies through a peer.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use tensorcask::maintain::{self, CopyOptions, VerifyOptions};
 use tensorcask::{ErrorKind, Slice, StoreOptions};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -88,4 +91,70 @@ async fn sixty_four_hosts_are_served_while_they_keep_idle_connections() {
         });
         futures::future::join_all(asked).await;
     }
+}
+
+/// Passes connections on to a server, and counts them.
+async fn counted(server: std::net::SocketAddr) -> (std::net::SocketAddr, Arc<AtomicUsize>) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, count) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let counter = count.clone();
+    tokio::spawn(async move {
+        loop {
+            let (mut client, _) = listener.accept().await.unwrap();
+            counter.fetch_add(1, Ordering::Relaxed);
+            let mut server = tokio::net::TcpStream::connect(server).await.unwrap();
+            // The client ends the connection as it likes.
+            tokio::spawn(async move { _ = tokio::io::copy_bidirectional(&mut client, &mut server).await });
+        }
+    });
+    (address, count)
+}
+
+/// Agents look at each other several times per second.
+#[tokio::test]
+async fn looks_at_a_peer_use_the_same_connections_again() {
+    const LOOKS: usize = 50;
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let server = host.serve(None).await;
+    let (address, count) = counted(server.address).await;
+    let peer = peer(address, None);
+    for _ in 0..LOOKS {
+        let answers = futures::future::join_all([peer.answers(), peer.answers(), peer.answers()]).await;
+        answers.into_iter().for_each(Result::unwrap);
+    }
+    let count = count.load(Ordering::Relaxed);
+    assert!(count < LOOKS / 2, "{count} connections for {LOOKS} looks");
+}
+
+/// Whether this machine has IPv6.
+async fn has_ipv6() -> bool {
+    tokio::net::TcpListener::bind("[::1]:0").await.is_ok()
+}
+
+/// A host whose peers have addresses of both kinds listens on `0.0.0.0`.
+#[tokio::test]
+async fn a_listener_on_all_addresses_serves_peers_with_ipv4_and_ipv6() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=2).await;
+    let made = certificates(&host.tls_folder(), RUN);
+    let server = host.serve_at("0.0.0.0:0".parse().unwrap(), Some(tls(&made.hosts[0]))).await;
+    let port = server.address.port();
+    let addresses = [Some(format!("127.0.0.1:{port}")), has_ipv6().await.then(|| format!("[::1]:{port}"))];
+    for address in addresses.into_iter().flatten() {
+        let peer = peer(address.parse().unwrap(), Some(tls(&made.hosts[1])));
+        peer.answers().await.unwrap();
+        assert_newest(&peer.store("memory-0"), 2).await;
+    }
+}
+
+#[tokio::test]
+async fn a_listener_on_one_ipv6_address_serves_its_peers() {
+    if !has_ipv6().await {
+        return println!("this machine has no IPv6");
+    }
+    let host = Host::new();
+    save_steps(&host, 0, 1..=2).await;
+    let server = host.serve_at("[::1]:0".parse().unwrap(), None).await;
+    assert_newest(&server.peer(None).store("memory-0"), 2).await;
 }
