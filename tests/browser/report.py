@@ -77,9 +77,10 @@ def a_run_with_a_nan(cli: Cli, browser: Browser, folder: pathlib.Path, screensho
     for row in listed:
         shown = live[row["step"]]
         assert all(shown[key] == row[key] for key in ("snapshot", "kind", "tensor_bytes", "stored_bytes", "ratio", "pinned")), row
-    # Each step shows the times that it recorded. Other programs saved the steps, so none knows how long a save took in all.
+    # Each step shows the times that it recorded. Other programs saved the steps, so none knows how long a save took in all, and
+    # none uploaded before its commit: the steps are small enough for the log.
     timed = {trace["name"]: trace for trace in opened.traces("chart-times")}
-    assert set(timed) == {"encoding", "upload"} and timed["encoding"]["x"] == sorted(live)
+    assert set(timed) == {"encoding"} and timed["encoding"]["x"] == sorted(live), timed
     for step, shown in zip(timed["encoding"]["x"], timed["encoding"]["y"], strict=True):
         user = next(row["user"] for row in listed if row["step"] == step)
         assert math.isclose(shown, user["tc.times"]["encode_ms"] / 1000, rel_tol=1e-9)
