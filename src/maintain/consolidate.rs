@@ -26,8 +26,11 @@ pub async fn consolidate(
     at: impl Into<StepSelector>,
     options: &CompactOptions,
 ) -> Result<SavedSnapshot> {
-    // Entries after a gap name steps that a reader does not see.
-    Log::load_whole(source).await.map_err(|e| e.object(source.url()))?;
+    let at = at.into();
+    if at == StepSelector::Latest {
+        // The entries after a gap name newer steps.
+        Log::load_whole(source).await.map_err(|e| e.object(source.url()))?;
+    }
     let snapshot = source.snapshot(at).await?;
     let directory_before = &snapshot.chain.newest().directory;
     let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };

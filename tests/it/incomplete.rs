@@ -366,6 +366,9 @@ async fn a_gap_before_every_step_is_no_empty_store() {
     std::fs::remove_file(entry(&folder, 3)).unwrap();
     assert_eq!(maintain::consolidate(&store, &empty, Latest, &options).await.unwrap_err().kind(), ErrorKind::Corrupt);
     assert!(!archive.path().exists());
+    // A step that the caller names can be saved from such a store.
+    maintain::consolidate(&store, &empty, 1, &options).await.unwrap();
+    assert_eq!(empty.snapshot(Latest).await.unwrap().step(), 1);
 }
 
 /// Whatever else lies below the root is none of the store's (log 2.4), as in a folder that somebody made for copies.
