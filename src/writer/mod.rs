@@ -107,7 +107,7 @@ pub struct WriterOptions {
     pub objective: ObjectiveSetting,
     /// Codecs that are assigned to tensors. By default the objective chooses the codecs of all tensors.
     pub codecs: CodecRules,
-    /// Roles of tensors whose names tell no role, or a wrong one. By default roles are those of [`TensorView::role`].
+    /// Roles of tensors whose names tell no role, or a wrong one. By default roles are those of [`TensorView::role`](crate::TensorView::role).
     pub roles: RoleRules,
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded. [`Precision::auto`]
     /// is for saves of whole states: a commit of receipts takes the decision from the receipt of the only rank.
