@@ -186,7 +186,7 @@ def test_a_start_that_finds_steps_is_no_first_start(tmp_path, url, host_memory, 
     before = tensorcask.load(url, 4)["state_dict"]
     with pytest.raises(tensorcask.TemplateError, match="added"):
         fit_module(Changing(grows=True), 8, LATEST)
-    with pytest.raises(tensorcask.ConflictError, match="the store has steps up to 4, and this engine has restored none"):
+    with pytest.raises(tensorcask.ConflictError, match="step 4 is stored, and this training has restored nothing"):
         fit_module(Changing(), 4, None)
     assert torch.equal(tensorcask.load(url, 4)["state_dict"]["layer.weight"], before["layer.weight"])
     resumed = fit_module(Changing(), 8, LATEST)

@@ -109,11 +109,13 @@ pub(crate) async fn check_log_ends(store: &Store, state: &LogState) -> Result<()
 /// The error for a place with objects of a store, but without `store.json`.
 pub(crate) async fn without_store_file(store: &Store) -> Result<Option<Error>> {
     let found = Contents::of(store, &["log", "snapshots"]).await?;
-    Ok((!found.0.is_empty()).then(|| {
-        let message =
-            format!("is missing, although {found} are there: put it back from a copy of the store. To give these up, save to a new place");
-        Error::corrupt(message).object(STORE_FILE).clause("log 2.1")
-    }))
+    // Another process may have created the store since.
+    if found.0.is_empty() || store.objects().head_if_present(STORE_FILE).await?.is_some() {
+        return Ok(None);
+    }
+    let message =
+        format!("is missing, although {found} are there: put it back from a copy of the store. To give these up, save to a new place");
+    Ok(Some(Error::corrupt(message).object(STORE_FILE).clause("log 2.1")))
 }
 
 /// Number of objects of some folders, without the empty ones.

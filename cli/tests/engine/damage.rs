@@ -69,7 +69,8 @@ fn saves_go_on_after_the_store_has_lost_their_base() {
         let mut engine = Engine::start(EngineOptions { encode, ..host.options() }).unwrap();
         for step in 1..=2 {
             save(&mut engine, step);
-            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+            let waited = engine.wait(Until::Durable, LONG).unwrap();
+            assert!(waited.reached, "step {step}: {waited:?}\n{}", host.agent_log());
         }
         host.store().forget(&[1, 2]).unwrap();
         let all = GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() };
@@ -78,11 +79,14 @@ fn saves_go_on_after_the_store_has_lost_their_base() {
         let third = engine.wait(Until::Durable, LONG).unwrap();
         assert!(third.failed && third.failures[0].step == 3, "{third:?}");
         assert!(third.failures[0].message.contains("no longer has the whole snapshot that this delta refers to"), "{third:?}");
-        for step in 4..=5 {
-            save(&mut engine, step);
-            assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
-        }
-        assert_eq!(host.stored_steps(), [4, 5]);
+        save(&mut engine, 4);
+        let fourth = engine.wait(Until::Durable, LONG).unwrap();
+        // The trainer encodes inline, and may have encoded before it hears that its memory was given up.
+        assert!(fourth.reached || inline && fourth.failed, "{fourth:?}\n{}", host.agent_log());
+        save(&mut engine, 5);
+        let fifth = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(fifth.reached, "{fifth:?}\n{}", host.agent_log());
+        assert_eq!(host.stored_steps(), if fourth.reached { vec![4, 5] } else { vec![5] });
         check_stored(&host.store(), 5, SMALL);
     }
 }
