@@ -11,7 +11,7 @@ import tensorcask
 import torch
 import torch.distributed as dist
 from gpt_training import Training
-from tensorcask._hosts import gather_on_cpu
+from tensorcask._hosts import find_hosts, gather_on_cpu
 
 HOSTS, RANKS, WORLD = 2, 2, 4
 
@@ -80,3 +80,27 @@ def exchange(rank, scratch):
         assert gather_on_cpu((rank, is_on_cpu), is_on_cpu) == [(0, is_on_cpu), (1, is_on_cpu)]
     (scratch / f"told-{rank}").touch()
     os._exit(0)
+
+
+LAUNCHERS = {
+    # Nodes of 1, 2 and 1 ranks.
+    "slurm": lambda rank: dict(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank]),
+    "deepspeed": lambda rank: dict(
+        CROSS_RANK=(0, 1, 1, 2)[rank], CROSS_SIZE=3, LOCAL_SIZE=(1, 2, 2, 1)[rank], LOCAL_RANK=rank % (1, 2, 2, 1)[rank],
+        SLURM_JOB_ID=7, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank],
+    ),
+    # Two nodes of two ranks.
+    "mpi": lambda rank: dict(OMPI_COMM_WORLD_LOCAL_RANK=rank % 2, OMPI_COMM_WORLD_LOCAL_SIZE=2, OMPI_COMM_WORLD_SIZE=4),
+}  # fmt: skip
+
+
+def find_together(launcher):
+    """Finds the nodes of four ranks, by the variables of a launcher."""
+    rank = dist.get_rank()
+    os.environ.update({name: str(value) for name, value in LAUNCHERS[launcher](rank).items()})
+    found = find_hosts(rank, 4)
+    layout = (found.local_ranks, found.first_ranks)
+    assert layout == ((range(rank // 2 * 2, rank // 2 * 2 + 2), ()) if launcher == "mpi" else ((range(1), range(1, 3), range(1, 3), range(3, 4))[rank], (0, 1, 3)))
+    sessions = [None] * 4
+    dist.all_gather_object(sessions, found.session)
+    assert len(set(sessions)) == 1 and len(found.session) == 32

@@ -298,33 +298,10 @@ def test_hosts_are_found_although_a_task_starts_several_ranks(monkeypatch):
     assert find_hosts(3, 4) is None, "one node"
 
 
-LAUNCHERS = {
-    # Nodes of 1, 2 and 1 ranks.
-    "slurm": lambda rank: dict(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank]),
-    "deepspeed": lambda rank: dict(
-        CROSS_RANK=(0, 1, 1, 2)[rank], CROSS_SIZE=3, LOCAL_SIZE=(1, 2, 2, 1)[rank], LOCAL_RANK=rank % (1, 2, 2, 1)[rank],
-        SLURM_JOB_ID=7, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x3)", SLURM_NODEID=(0, 1, 1, 2)[rank],
-    ),
-    # Two nodes of two ranks.
-    "mpi": lambda rank: dict(OMPI_COMM_WORLD_LOCAL_RANK=rank % 2, OMPI_COMM_WORLD_LOCAL_SIZE=2, OMPI_COMM_WORLD_SIZE=4),
-}  # fmt: skip
-
-
-def find_together(launcher):
-    rank = torch.distributed.get_rank()
-    os.environ.update({name: str(value) for name, value in LAUNCHERS[launcher](rank).items()})
-    found = find_hosts(rank, 4)
-    layout = (found.local_ranks, found.first_ranks)
-    assert layout == ((range(rank // 2 * 2, rank // 2 * 2 + 2), ()) if launcher == "mpi" else ((range(1), range(1, 3), range(1, 3), range(3, 4))[rank], (0, 1, 3)))
-    sessions = [None] * 4
-    torch.distributed.all_gather_object(sessions, found.session)
-    assert len(set(sessions)) == 1 and len(found.session) == 32
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", hosts_trainer.LAUNCHERS)
 def test_ranks_tell_each_other_their_nodes(launcher, tmp_path, monkeypatch):
     variables(monkeypatch)
-    ranks.on_ranks(4, tmp_path, find_together, launcher)
+    ranks.on_ranks(4, tmp_path, hosts_trainer.find_together, launcher)
 
 
 def test_a_start_without_a_name_is_refused_with_a_way_out(monkeypatch):
