@@ -42,7 +42,7 @@ class StandIn:
 
     def __setstate__(self, state: Any) -> None:
         # Attributes, or attributes and those of slots.
-        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        parts: Any = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if all(part is None or isinstance(part, dict) for part in parts):
             for part in parts:
                 self.__dict__.update(part or {})
@@ -334,11 +334,10 @@ class Unpickler(_InPython):  # type: ignore[misc]
         if hasattr(made, "__setstate__"):
             made.__setstate__(state)
             return
-        slots = None
-        if isinstance(state, tuple) and len(state) == 2:
-            state, slots = state
-        for name, value in {**(state or {}), **(slots or {})}.items():
-            object.__setattr__(made, name, value)
+        parts: Any = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in parts:
+            for name, value in (part or {}).items():
+                object.__setattr__(made, name, value)
 
     def _append_all(self, values: list[Any]) -> None:
         target = self.stack[-1]

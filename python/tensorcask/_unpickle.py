@@ -16,6 +16,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, ClassVar
 
 import torch
+from torch import _tensor, _utils
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as described
 
@@ -124,8 +125,8 @@ def _from_type(make: Any, cls: Any, arguments: tuple[Any, ...], state: Any) -> A
     """``torch._tensor._rebuild_from_type_v2``: a tensor of a subclass, or one with attributes. A subclass that is not loaded becomes a
     plain tensor, or its attributes if it is made of other tensors."""
     if not (isinstance(cls, type) and issubclass(cls, StandIn)):
-        return torch._tensor._rebuild_from_type_v2(make, cls, arguments, state)
-    if make is not torch._utils._rebuild_wrapper_subclass and isinstance(found := make(*arguments), torch.Tensor) and not state:
+        return _tensor._rebuild_from_type_v2(make, cls, arguments, state)
+    if make is not _utils._rebuild_wrapper_subclass and isinstance(found := make(*arguments), torch.Tensor) and not state:
         return found
     stand_in = cls()
     stand_in.__setstate__(state)

@@ -124,8 +124,9 @@ class Upkeep(StoreHandle):
         chunk.
         """
         with watching(self.native(), progress, "verify"), _foreign.explained(self._url):
-            facts = self.native().verify(depth, step)
-            return VerifyReport(**facts | {"problems": [Problem(*row) for row in facts["problems"]]})
+            facts: dict[str, Any] = self.native().verify(depth, step)
+            facts["problems"] = [Problem(*row) for row in facts["problems"]]
+            return VerifyReport(**facts)
 
     def pin(self, step: int) -> None:
         """Protects a step: it cannot be forgotten until it is unpinned."""

@@ -381,8 +381,8 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
-        def _slice_file(self, file: Any, place: Any) -> Any:
-            found = super()._slice_file(file, place)
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            place, found = sinfo, super()._slice_file(file, sinfo)
             if getattr(place, "transform_descriptors", None):
                 return found
             content = io.BytesIO(found.read(-1))
