@@ -233,7 +233,7 @@ def reduce(program: str, store: Path, row: tuple, saved: list[tuple]) -> list[tu
         return saved
     left = Store(store).read()["steps"][str(row[0])]["tensors"]
     state = {name: tensor for name, tensor in row[1].items() if name in left}
-    # What is a master or an average only by a guess from its name stays.
+    # A reduction keeps tensors that only their names call masters or averages.
     expect(0 < len(state) < len(row[1]) and {tensor["role"] for tensor in left.values()} <= {"model", "master", "ema"}, "a step that was reduced")
     return [(row[0], state, *row[2:]) if other is row else other for other in saved]
 

@@ -99,8 +99,12 @@ def find_together(launcher):
     rank = dist.get_rank()
     os.environ.update({name: str(value) for name, value in LAUNCHERS[launcher](rank).items()})
     found = find_hosts(rank, 4)
-    layout = (found.local_ranks, found.first_ranks)
-    assert layout == ((range(rank // 2 * 2, rank // 2 * 2 + 2), ()) if launcher == "mpi" else ((range(1), range(1, 3), range(1, 3), range(3, 4))[rank], (0, 1, 3)))
+    if launcher == "mpi":
+        first = rank // 2 * 2
+        expected = (range(first, first + 2), ())
+    else:
+        expected = ((range(1), range(1, 3), range(1, 3), range(3, 4))[rank], (0, 1, 3))
+    assert (found.local_ranks, found.first_ranks) == expected
     sessions = [None] * 4
     dist.all_gather_object(sessions, found.session)
     assert len(set(sessions)) == 1 and len(found.session) == 32

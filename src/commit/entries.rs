@@ -22,6 +22,10 @@ const MAX_PAGES: usize = 1000;
 /// Waits before an absent entry is looked for again. Most network file systems remember for a second that a name is absent.
 pub(super) const STALE_WAITS: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(1100)];
 
+/// Advice for a log of which a part is missing.
+pub(super) const PUT_BACK: &str = "Put the log back from a copy of the store, or save each step that is left to a new place with \
+    `tensorcask consolidate --step`. Nothing was changed";
+
 /// The entries of a log as the storage has them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StoredEntries<'l> {
@@ -111,9 +115,8 @@ impl<'l> StoredEntries<'l> {
 /// The error of an absent entry below something that says that it was there.
 pub(super) fn gap(sequence: u64, above: &str, clause: &'static str) -> Error {
     let message = format!(
-        "is missing, although the store has {above}: a part of the log was deleted. Nothing was changed. Put the log back from a copy of \
-         the store, or copy the steps that are left to a new place. On a network file system, the cause may be a stale cache: mount it \
-         again and try again"
+        "is missing, although the store has {above}: a part of the log was deleted. {PUT_BACK}. On a network file system, the cause may \
+         be a stale cache: mount it again and try again"
     );
     Error::corrupt(message).object(LogEntry::path_of(sequence)).clause(clause)
 }

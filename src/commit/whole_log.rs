@@ -3,15 +3,12 @@
 //! A reader stops at the first absent entry. So a log of which entries were lost looks like a shorter one, and a lost log like
 //! that of an empty store. Whoever takes the rest for all deletes or overwrites what the lost entries name.
 
-use super::entries::{StoredEntries, gap};
+use super::entries::{PUT_BACK, StoredEntries, gap};
 use super::{Catalog, Log, LogState, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
-
-/// Advice for a log of which a part is missing.
-const PUT_BACK: &str = "put the log back from a copy of the store, or copy the steps that are left into a new place. Nothing was changed";
 
 /// Reads the log of a store. Fails if the log or `store.json` is gone, while other objects show that there was one: such a store
 /// is not empty.
@@ -77,7 +74,7 @@ async fn check_catalogs(log: &mut Log) -> Result<()> {
         if sequence > log.state.sequence {
             let last = log.state.sequence;
             let message = format!(
-                "belongs to entry {sequence}, but the log ends with entry {last}: entries were lost, or the log is an older copy; {PUT_BACK}"
+                "belongs to entry {sequence}, but the log ends with entry {last}: entries were lost, or the log is an older copy. {PUT_BACK}"
             );
             return Err(Error::corrupt(message).object(catalog).clause("log 6.4"));
         }
@@ -90,7 +87,7 @@ async fn check_catalogs(log: &mut Log) -> Result<()> {
     match digest == head {
         true => Ok(()),
         false => {
-            let message = format!("is not the entry that the catalog of entry {sequence} names: log and catalog disagree; {PUT_BACK}");
+            let message = format!("is not the entry that the catalog of entry {sequence} names: log and catalog disagree. {PUT_BACK}");
             Err(Error::corrupt(message).object(path).clause("log 6.4"))
         }
     }

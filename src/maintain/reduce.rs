@@ -281,13 +281,18 @@ async fn remaining_casks(
     }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();
     let (mut casks, mut older_by) = (Vec::new(), Duration::ZERO);
+    // Reading the clock of a storage writes an object: once for all casks.
+    let mut clock_ms: Option<u64> = None;
     for (at, cask) in snapshot.manifest().casks.iter().enumerate() {
         match slots.get(&cask.slot).copied().unwrap_or_default() {
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
             SlotContent { some_go: false, .. } => {
                 // The reduced manifest lies outside of the log entry, and so must its casks.
                 if let Some(bytes) = CaskSource::of_link(store, snapshot.chain.newest(), at).whole() {
-                    let now_ms = store.objects().clock_ms().await?;
+                    let now_ms = match clock_ms {
+                        Some(now_ms) => now_ms,
+                        None => *clock_ms.insert(store.objects().clock_ms().await?),
+                    };
                     let found = create_fresh(store, &cask.path(), bytes.clone(), fresh_since(now_ms, options.age_floor)).await?;
                     let age_ms = found.map_or(0, |found| now_ms.saturating_sub(found.modified_ms));
                     older_by = older_by.max(Duration::from_millis(age_ms));

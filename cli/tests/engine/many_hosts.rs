@@ -1,8 +1,8 @@
 //! A run on 64 hosts, each with an agent of its own and mutual TLS, on loopback addresses of this machine. `bash .ci/thorough
 //! real-hosts` runs it with optimization, and prints how long each level takes after a save.
 //!
-//! What is checked does not depend on times: each step is encoded, replicated and committed on all hosts, no host reports a problem
-//! or a lost save, and no connection was cut off.
+//! The checks do not depend on time. Each step is encoded, replicated and committed on all hosts. No host reports a problem or a
+//! lost save, and no connection is cut off.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Barrier;

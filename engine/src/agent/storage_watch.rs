@@ -57,7 +57,7 @@ impl Traffic {
     }
 }
 
-/// What was last seen of a store, and when.
+/// Last observed traffic of a store, and the time of its last change.
 #[derive(Debug, Clone, Default)]
 struct Watch {
     last: Traffic,
