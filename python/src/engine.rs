@@ -429,7 +429,8 @@ impl Engine {
             return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }
         // Another thread may hold the engine for long, in a restore. Signals end this wait, too.
-        let (mut pause, mut checked) = (FIRST_LOCK_PAUSE, Instant::now());
+        let mut pause = FIRST_LOCK_PAUSE;
+        let mut checked = Instant::now();
         loop {
             match self.inner.try_lock() {
                 Ok(locked) => return Ok(locked),

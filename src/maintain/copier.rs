@@ -160,7 +160,8 @@ impl Copier {
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
         let age = Age::start();
         let now = destination.objects().clock_ms().await?;
-        let (mut oldest_ms, since_ms) = (now, fresh_since(now, self.options.age_floor));
+        let mut oldest_ms = now;
+        let since_ms = fresh_since(now, self.options.age_floor);
         let is_base = record.parent.is_none();
         let payload = match stored.fits_inline(destination) {
             true => Some(stored.payload(is_base, destination.limits()).await?),
