@@ -71,7 +71,7 @@ fn main() {
                 for &(role, tensor) in partners {
                     let width = tensor.dtype.unit_bytes();
                     let before = in_base(&tensor.name).map(|base| cut(&base.data, width, range));
-                    all.push(Partner { role, dtype: tensor.dtype, data: cut(&tensor.data, width, range), base: before });
+                    all.push(Partner { role, dtype: tensor.dtype, data: cut(&tensor.data, width, range), base: before, gradient: None });
                 }
                 all
             })

@@ -85,8 +85,10 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         let model = now.iter().find(|other| other.role() == "model" && other.param() == view.param() && other.shape() == view.shape());
         let same = |base: &[TensorView<'_>]| base.iter().find(|other| other.name() == view.name()).map(|other| other.data().to_vec());
         let model = model.filter(|_| view.role() == "master");
-        let partners: Vec<Partner<'_>> =
-            model.iter().map(|model| Partner { role: "model", dtype: model.dtype(), data: model.data(), base: None }).collect();
+        let partners: Vec<Partner<'_>> = model
+            .iter()
+            .map(|model| Partner { role: "model", dtype: model.dtype(), data: model.data(), base: None, gradient: None })
+            .collect();
         let chunk = chunk_of(view, &partners);
         let RoundedChunk { data, encoded: own, rounding } = round_chunk(bounded, &chunk).unwrap();
         let rounded = Chunk { data: &data, ..chunk };

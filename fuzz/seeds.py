@@ -33,7 +33,7 @@ CODECS = [
     "tc.planes", "tc.ordered", "tc.bitmask", "tc.raw", "tc.constant", "tc.remainder", "tc.predict step", "tc.predict moment", "tc.rows",
     "tc.factored", "tc.rounded", "tc.loguniform", "tc.blockwise8", "tc.cluster", "tc.kmeans", "tc.magnitudes",
     "tc.replay step", "tc.replay moment", "tc.gradient gradient",
-    "tc.gradient moment",
+    "tc.gradient moment", "tc.joint gradient", "tc.joint moment", "tc.joint step",
 ]
 DTYPES = (
     "bool u8 u16 u32 u64 i8 i16 i32 i64 f16 bf16 f32 f64 c64 c128 f8_e4m3 f8_e5m2 f8_e4m3fnuz f8_e5m2fnuz f8_e8m0 f6_e2m3 f6_e3m2 f4_e2m1 "
@@ -79,7 +79,7 @@ def vectors() -> Iterator[tuple[str, bytes]]:
     for rows in tomllib.loads((VECTORS / "codecs.toml").read_text()).values():
         for row in rows:
             base = data(row["base"]) if "base" in row else None
-            codec = row["codec"] if row["codec"] not in ("tc.predict", "tc.replay", "tc.gradient") else f"{row['codec']} {row['columns'][0][0]}"
+            codec = row["codec"] if row["codec"] not in ("tc.predict", "tc.replay", "tc.gradient", "tc.joint") else f"{row['codec']} {row['columns'][0][0]}"
             seeds.append(chunk(codec, row["dtype"], row["elements"], [data(column) for _, column in row["columns"]], base))
     for rows in tomllib.loads((VECTORS / "entropy.toml").read_text()).values():
         for row in rows:

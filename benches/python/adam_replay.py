@@ -43,6 +43,12 @@ TRAINERS = [
     Trainer("f32 gradients", compute=F32),
     Trainer("f32 weights without a role of their own", reduce=None, weights="model"),
     Trainer("SGD with momentum", optimizer="sgd"),
+    Trainer("bf16 moments", moments=(BF16, BF16)),
+    Trainer("bf16 moments, in the order of Transformer Engine", moments=(BF16, BF16), kernel="te"),
+    Trainer("bf16 moments, f32 gradients", moments=(BF16, BF16), compute=F32),
+    Trainer("bf16 moments, 16 micro-batches", moments=(BF16, BF16), batches=16),
+    Trainer("a bf16 first moment", moments=(BF16, F32)),
+    Trainer("a bf16 second moment", moments=(F32, BF16)),
 ]
 ON_RANKS = [
     (2, Trainer("FSDP2, 2 ranks, reduced in bf16", reduce=BF16)),

@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 20] = [
+const CODECS: [(&str, &[&str]); 23] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -243,6 +243,9 @@ const CODECS: [(&str, &[&str]); 20] = [
     ("tc.replay", &["moment", "tokens", "bits"]),
     ("tc.gradient", &["gradient", "exponents", "lengths", "digits"]),
     ("tc.gradient", &["moment", "tokens", "bits"]),
+    ("tc.joint", &["gradient", "exponents", "lengths", "digits"]),
+    ("tc.joint", &["moment", "tokens", "bits"]),
+    ("tc.joint", &["step", "tokens", "bits"]),
 ];
 
 impl ChunkInput {
@@ -338,7 +341,14 @@ impl OwnPartners {
 
     /// Borrows the partners in the form that codecs take.
     pub fn borrow(&self) -> Vec<Partner<'_>> {
-        self.0.iter().map(|(role, dtype, data, base)| Partner { role, dtype: *dtype, data, base: Some(base) }).collect()
+        // The moments are f32, and so are gradients.
+        self.0
+            .iter()
+            .map(|(role, dtype, data, base)| {
+                let gradient = Some(data.as_slice()).filter(|_| *role == "exp_avg");
+                Partner { role, dtype: *dtype, data, base: Some(base), gradient }
+            })
+            .collect()
     }
 }
 

@@ -138,7 +138,7 @@ impl Encoded {
 impl LentPartner {
     fn chunk(&self, range: Range<usize>) -> Partner<'_> {
         let base = self.base.as_ref().map(|base| base.bytes().get(range.clone()).unwrap_or_default());
-        Partner { role: &self.role, dtype: self.dtype, data: self.data.bytes().get(range).unwrap_or_default(), base }
+        Partner { role: &self.role, dtype: self.dtype, data: self.data.bytes().get(range).unwrap_or_default(), base, gradient: None }
     }
 }
 

@@ -42,6 +42,8 @@ class Trainer:
     groups: int = 2
     loss_scale: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
+    # Types in which the first and the second moments are stored, as Megatron's precision-aware optimizer does.
+    moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     # Type that ranks add up gradients in; None for one rank without FSDP2.
     reduce: torch.dtype | None = None
     # Role of the f32 weights.
@@ -63,13 +65,55 @@ def _text() -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW that rounds moments when it stores them, and steps with the numbers before."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        moments: tuple[torch.dtype, torch.dtype],
+        divides: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+        self.moments, self.steps = moments, 0
+        # Whether moments are divided by their bias corrections and the decay is part of the update, as in Transformer Engine.
+        self.divides = divides
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._step(parameter, group["lr"], group["betas"], group["weight_decay"])
+
+    def _step(self, p: torch.Tensor, lr: float, betas: tuple[float, float], decay: float) -> None:
+        state = self.state[p]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=dtype) for dtype in self.moments)
+        corrections = [1 - beta**self.steps for beta in betas]
+        m = state["exp_avg"].float().lerp_(p.grad, 1 - betas[0])
+        v = state["exp_avg_sq"].float().mul_(betas[1]).addcmul_(p.grad, p.grad, value=1 - betas[1])
+        if self.divides:
+            update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + 1e-8) + decay * p
+            p.sub_(lr * update)
+        else:
+            divisor = (v.sqrt() / corrections[1] ** 0.5).add_(1e-8)
+            p.mul_(1 - lr * decay).addcdiv_(m, divisor, value=-lr / corrections[0])
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
+
+
 def _optimizer(trainer: Trainer, parameters: dict[str, Any]) -> torch.optim.Optimizer:
-    flags = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[trainer.kernel]
+    flags = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "te": {}}[trainer.kernel]
     matrices = [p for p in parameters.values() if p.dim() > 1]
     others = [p for p in parameters.values() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if trainer.groups == 1:
         groups = [{"params": matrices + others, "weight_decay": 0.1}]
+    if trainer.moments != (torch.float32, torch.float32):
+        return RoundedAdamW(groups, lr=6e-4, betas=trainer.betas, moments=trainer.moments, divides=trainer.kernel == "te")
     if trainer.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9, **flags)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[trainer.optimizer]

@@ -52,6 +52,7 @@ pub(crate) fn decode_recipe(
         }
     }
     let mut values: Vec<Option<Value<'_>>> = ops.iter().map(|_| None).collect();
+    let mut gradients: Vec<Option<Spare>> = ops.iter().map(|_| None).collect();
     let mut wanted = Vec::with_capacity(aims.len());
     for Aim { op, crc, out } in aims {
         wanted.push((op, crc, out.is_none()));
@@ -79,11 +80,22 @@ pub(crate) fn decode_recipe(
             Value::Between(bytes) => bytes,
             Value::Out(bytes) => bytes,
         };
-        decode_op(registry, shards, op, chunk, pages, &values, out).map_err(|e| (at, e))?;
+        let mut gradient = match op.gives_gradient {
+            true => Some(gradients_of(shards, op, chunk).map_err(|e| (at, e))?),
+            false => None,
+        };
+        let inputs = Decoded { values: &values, gradients: &gradients };
+        decode_op(registry, shards, op, chunk, pages, inputs, out, gradient.as_deref_mut()).map_err(|e| (at, e))?;
         values[at] = Some(value);
+        gradients[at] = gradient;
         for used in op.inputs() {
             if last_use[used] == at {
                 values[used] = None;
+            }
+            // A chunk that is requested stays to the end; its gradients need not.
+            let is_taken = |op: &Op| op.partners.iter().any(|partner| partner.gradient && partner.now == used);
+            if gradients[used].is_some() && !ops[at + 1..].iter().any(is_taken) {
+                gradients[used] = None;
             }
         }
     }
@@ -115,14 +127,44 @@ fn length_of(shards: &[ShardPlan], ops: &[Op], op: usize, chunk: u64) -> Result<
     to_usize(bytes.end - bytes.start, "a chunk")
 }
 
+/// Returns a buffer for the gradients of a chunk: an f32 for each element.
+fn gradients_of(shards: &[ShardPlan], op: &Op, chunk: u64) -> Result<Spare> {
+    let plan = shards.get(op.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
+    let elements = plan.grid.elements(chunk);
+    Spare::new(to_usize((elements.end - elements.start).saturating_mul(4), "gradients")?, "gradients")
+}
+
+/// Results of the ops so far.
+#[derive(Clone, Copy)]
+struct Decoded<'a> {
+    values: &'a [Option<Value<'a>>],
+    gradients: &'a [Option<Spare>],
+}
+
+impl<'a> Decoded<'a> {
+    fn value(&self, op: usize) -> Result<&'a [u8]> {
+        self.values.get(op).and_then(Option::as_ref).map(Value::bytes).ok_or_else(too_early)
+    }
+
+    fn gradient(&self, op: usize) -> Result<&'a [u8]> {
+        self.gradients.get(op).and_then(Option::as_deref).ok_or_else(too_early)
+    }
+}
+
+fn too_early() -> Error {
+    Error::invalid("an op comes before an op that it depends on")
+}
+
+#[allow(clippy::too_many_arguments, reason = "the parts of one op")]
 fn decode_op(
     registry: &Registry,
     shards: &[ShardPlan],
     op: &Op,
     chunk: u64,
     pages: &[Bytes],
-    values: &[Option<Value<'_>>],
+    inputs: Decoded<'_>,
     out: &mut [u8],
+    gradient: Option<&mut [u8]>,
 ) -> Result<()> {
     let plan = shards.get(op.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
     let codec = op.step.entry.codec.as_ref().ok_or_else(|| Error::corrupt("a stored chunk without a codec"))?;
@@ -130,17 +172,12 @@ fn decode_op(
     if !codec.base_use().allows(op.step.entry.kind) || op.base.is_none() != (op.step.entry.kind == ChunkKind::Absolute) {
         return Err(Error::corrupt(format!("a chunk of codec `{}` that is {}", codec.id(), op.step.entry.kind.name())).clause("codecs 3"));
     }
-    let value = |op: usize| -> Result<&[u8]> {
-        values
-            .get(op)
-            .and_then(Option::as_ref)
-            .map(Value::bytes)
-            .ok_or_else(|| Error::invalid("an op comes before an op that it depends on"))
-    };
     let mut partners = Vec::with_capacity(op.partners.len());
     for partner in &op.partners {
         let dtype = shards.get(partner.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?.dtype;
-        partners.push(Partner { role: partner.role, dtype, data: value(partner.now)?, base: partner.base.map(value).transpose()? });
+        let gradient = if partner.gradient { Some(inputs.gradient(partner.now)?) } else { None };
+        let base = partner.base.map(|base| inputs.value(base)).transpose()?;
+        partners.push(Partner { role: partner.role, dtype, data: inputs.value(partner.now)?, base, gradient });
     }
     let columns: Vec<(&str, Bytes)> =
         op.step.entry.pages.iter().zip(pages).map(|(page, bytes)| (page.column.as_str(), bytes.clone())).collect();
@@ -149,8 +186,11 @@ fn decode_op(
         dtype: plan.dtype,
         element_count: elements.end - elements.start,
         columns: &columns,
-        base: op.base.map(value).transpose()?,
+        base: op.base.map(|base| inputs.value(base)).transpose()?,
         partners: &partners,
     };
-    crate::codec::decode(codec.as_ref(), &input, out)
+    match gradient {
+        Some(gradient) => crate::codec::decode_gradient(codec.as_ref(), &input, out, gradient),
+        None => crate::codec::decode(codec.as_ref(), &input, out),
+    }
 }

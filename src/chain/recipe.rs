@@ -21,6 +21,8 @@ pub(crate) struct Op {
     /// Op that produces the base of a delta.
     pub base: Option<usize>,
     pub partners: Vec<PartnerOps>,
+    /// Whether another op takes the gradients that the chunk stores.
+    pub gives_gradient: bool,
 }
 
 impl Op {
@@ -38,6 +40,8 @@ pub(crate) struct PartnerOps {
     pub shard: usize,
     pub now: usize,
     pub base: Option<usize>,
+    /// Whether the codec takes the gradients that the op `now` gives.
+    pub gradient: bool,
 }
 
 /// Ops, each listed after the ops that it depends on.
@@ -69,8 +73,17 @@ enum Task {
     Make { shard: usize, step: Step, partners: Vec<PartnerPlans> },
 }
 
-/// Plan of a partner, plan of the partner in the parent if it is needed, and the partner's role.
-type PartnerPlans = (usize, Option<usize>, &'static str);
+/// A partner of a stored form.
+#[derive(Debug, Clone, Copy)]
+struct PartnerPlans {
+    role: &'static str,
+    /// Plan of the partner.
+    now: usize,
+    /// Plan of the partner in the parent, if it is needed.
+    base: Option<usize>,
+    /// Whether the partner's gradients are needed.
+    gradient: bool,
+}
 
 impl Plans {
     pub(crate) fn of(shards: Vec<ShardPlan>) -> Self {
@@ -187,9 +200,9 @@ impl Plans {
                         wanted.push((shard, step.link + 1));
                     }
                     let partners = self.partners_of(links, registry, shard, chunk, &step)?;
-                    for &(partner, base, _) in &partners {
-                        wanted.push((partner, step.link));
-                        wanted.extend(base.map(|base| (base, step.link + 1)));
+                    for partner in &partners {
+                        wanted.push((partner.now, step.link));
+                        wanted.extend(partner.base.map(|base| (base, step.link + 1)));
                     }
                     tasks.push(Task::Make { shard, step, partners });
                     tasks.extend(wanted.into_iter().map(|(shard, link)| Task::Find { shard, link }));
@@ -204,14 +217,19 @@ impl Plans {
                         _ => None,
                     };
                     let mut partners = Vec::new();
-                    for (partner, before, role) in plans {
+                    for PartnerPlans { role, now: partner, base, gradient } in plans {
                         let now = known(partner, step.link)?;
-                        let base = before.map(|before| known(before, step.link + 1)).transpose()?;
-                        partners.push(PartnerOps { role, shard: partner, now, base });
+                        let base = base.map(|base| known(base, step.link + 1)).transpose()?;
+                        partners.push(PartnerOps { role, shard: partner, now, base, gradient });
                     }
                     under_way.retain(|key| *key != (shard, step.link));
+                    for partner in partners.iter().filter(|partner| partner.gradient) {
+                        if let Some(op) = recipe.ops.get_mut(partner.now) {
+                            op.gives_gradient = true;
+                        }
+                    }
                     recipe.known.insert((shard, step.link), recipe.ops.len());
-                    recipe.ops.push(Op { shard, step, base, partners });
+                    recipe.ops.push(Op { shard, step, base, partners, gives_gradient: false });
                 }
             }
         }
@@ -237,12 +255,12 @@ impl Plans {
             // Fails if a codec needs a partner that does not exist.
             self.partners_of(links, registry, shard, chunk, &step)?;
             let base = (nth > 0).then(|| recipe.ops.len() - 1);
-            recipe.ops.push(Op { shard, step, base, partners: vec![] });
+            recipe.ops.push(Op { shard, step, base, partners: vec![], gives_gradient: false });
         }
         Ok(recipe.ops.len() - 1)
     }
 
-    /// Returns the plans of the partners that a stored form needs, in its link and in the parent, with their roles.
+    /// Returns the partners that a stored form needs.
     fn partners_of(
         &self,
         links: &[impl AsRef<Link>],
@@ -275,7 +293,11 @@ impl Plans {
             if base.is_some_and(|base| dtype(base) != dtype(now)) {
                 return Err(self.fail(shard, chunk, format!("its partner of role `{}` had another dtype in the parent", need.role)));
             }
-            found.push((now, base, need.role));
+            if need.gradient && self.stored(links, now, chunk, step.link)?.0.link != step.link {
+                let message = format!("its partner of role `{}` holds no gradients of this step", need.role);
+                return Err(self.fail(shard, chunk, message).clause("codecs 5.3"));
+            }
+            found.push(PartnerPlans { role: need.role, now, base, gradient: need.gradient });
         }
         Ok(found)
     }

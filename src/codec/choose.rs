@@ -1,5 +1,5 @@
 //! Picks the codec of a chunk by size and speed, with weights from the user, unless a rule assigns one. A chosen codec
-//! never takes more bytes than raw; an assigned one may.
+//! never takes more bytes than raw, less what it saves in other tensors of the parameter; an assigned one may.
 
 use bytes::Bytes;
 
@@ -213,7 +213,7 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
     {
         let sizes = encoded.sizes();
         let stored_bytes = sizes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
-        if cost(&sizes) <= raw_bytes && preferred.accepts(chunk.data.len() as u64, stored_bytes) {
+        if pays(codec.as_ref(), chunk, &sizes) && preferred.accepts(chunk.data.len() as u64, stored_bytes) {
             return Ok(Best { codec: codec.as_ref(), encoded, by: ChosenBy::Preference, levels: None });
         }
         tried = Some((codec.as_ref(), encoded)).filter(|_| preferred.uses_bases() || chunk.base.is_none());
@@ -234,7 +234,13 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
         (None, None) => codec.encode(chunk)?,
     };
     // An estimate may have been too low.
-    if cost(&encoded.sizes()) <= raw_bytes { Ok(Best { codec, encoded, by, levels }) } else { raw() }
+    if pays(codec, chunk, &encoded.sizes()) { Ok(Best { codec, encoded, by, levels }) } else { raw() }
+}
+
+/// Whether a chunk of these pages takes no more than raw, without what it saves in chunks of its partners.
+fn pays(codec: &dyn Codec, chunk: &Chunk<'_>, sizes: &[u64]) -> bool {
+    let raw_bytes = cost(&[chunk.data.len() as u64]);
+    cost(sizes) <= raw_bytes || cost(sizes).saturating_sub(codec.saved_elsewhere(chunk)) <= raw_bytes
 }
 
 /// Encodes a chunk with the assigned codec; `None` if this codec cannot encode it. A lossy codec encodes only the chunks
@@ -285,7 +291,8 @@ fn estimates<'r>(registry: &'r Registry, chunk: &Chunk<'_>, given: Option<&'r Ca
     let codecs = registry.iter().filter(|codec| is_candidate(codec.as_ref(), chunk));
     let estimates = codecs.filter_map(|codec| {
         let Estimate { codec, measures } = Estimate::new(codec.as_ref(), &codec.estimate(chunk)?);
-        Some(Estimate { codec, measures: Measures { work: measures.work + rounding_work, ..measures } })
+        let bytes = measures.bytes.saturating_sub(codec.saved_elsewhere(chunk)).max(1);
+        Some(Estimate { codec, measures: Measures { bytes, work: measures.work + rounding_work, ..measures } })
     });
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     estimates.chain(given).filter(|candidate| candidate.measures.bytes <= raw_bytes).collect()
@@ -405,5 +412,5 @@ pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Opti
     }
     let raw = cost(&[chunk.data.len() as u64]).min(given.map_or(u64::MAX, |given| cost(&given.encoded.sizes())));
     let codecs = registry.iter().filter(|codec| codec.is_lossless());
-    codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?))).fold(raw, u64::min)
+    codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?).saturating_sub(codec.saved_elsewhere(chunk)))).fold(raw, u64::min)
 }

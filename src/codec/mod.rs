@@ -14,6 +14,7 @@ mod cluster;
 mod constant;
 mod factored;
 mod gradient;
+mod joint;
 mod kmeans;
 mod loguniform;
 mod magnitudes;
@@ -43,6 +44,7 @@ pub use cluster::{Cluster, CodeMap, Edges};
 pub use constant::Constant;
 pub use factored::Factored;
 pub use gradient::Gradient;
+pub use joint::Joint;
 pub(crate) use kmeans::sensitivities;
 pub use kmeans::{KMeans, LevelError};
 pub use loguniform::LogUniform;
@@ -76,6 +78,12 @@ use crate::{Dtype, Error, Result};
 pub(crate) fn decode(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
     let _environment = crate::kernels::DefaultEnvironment::enter();
     codec.decode(columns, out)
+}
+
+/// Decodes a chunk and its gradients in the default floating-point environment.
+pub(crate) fn decode_gradient(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+    let _environment = crate::kernels::DefaultEnvironment::enter();
+    codec.decode_gradient(columns, out, gradient)
 }
 
 /// Returns units that represent a chunk in an estimate: all units of a small chunk, or short stretches of a large
@@ -134,6 +142,8 @@ pub struct Partner<'a> {
     pub data: &'a [u8],
     /// Elements of the partner in the parent snapshot, if a delta needs them.
     pub base: Option<&'a [u8]>,
+    /// Gradient of each element as f32, if a delta needs it: that of the step from the parent to this snapshot.
+    pub gradient: Option<&'a [u8]>,
 }
 
 /// A partner that a codec needs.
@@ -143,6 +153,26 @@ pub struct Need {
     pub role: &'static str,
     /// Whether the codec also needs the partner's chunk of the parent snapshot.
     pub base: bool,
+    /// Whether the codec also needs the gradients that the partner's chunk stores ([`Codec::decode_gradient`]).
+    pub gradient: bool,
+}
+
+impl Need {
+    /// Needs the partner's chunk of this snapshot.
+    pub const fn now(role: &'static str) -> Self {
+        Self { role, base: false, gradient: false }
+    }
+
+    /// Needs the partner's chunks of this snapshot and of the parent.
+    pub const fn both(role: &'static str) -> Self {
+        Self { role, base: true, gradient: false }
+    }
+
+    /// Adds what another codec needs of the same partner.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.base |= other.base;
+        self.gradient |= other.gradient;
+    }
 }
 
 /// A chunk to decode.
@@ -324,6 +354,12 @@ pub trait Codec: Send + Sync + Debug {
         &[]
     }
 
+    /// Partners that help to encode chunks of a tensor of this role. No decoder needs them, so they may need this role.
+    fn hints(&self, role: &str) -> &'static [Need] {
+        let _ = role;
+        &[]
+    }
+
     /// Whether chunks of every role can be decoded without partners.
     fn is_standalone(&self) -> bool {
         true
@@ -338,6 +374,13 @@ pub trait Codec: Send + Sync + Debug {
     /// Estimates the bytes of each column from a quick look at the chunk, without page padding. Returns `None` if this
     /// codec cannot encode the chunk.
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>>;
+
+    /// Bytes that chunks of the partners are expected to take less if this codec encodes the chunk. A codec that stores
+    /// what decodes several tensors is then chosen, although it stores the first of them in more bytes.
+    fn saved_elsewhere(&self, chunk: &Chunk<'_>) -> u64 {
+        let _ = chunk;
+        0
+    }
 
     /// Encodes a chunk. Returns an error if this codec cannot encode it; [`Codec::estimate`] then returns `None`. The
     /// writer also calls this without an estimate, for chunks that are similar to earlier ones.
@@ -359,6 +402,19 @@ pub trait Codec: Send + Sync + Debug {
 
     /// Fills `out`, which must have exactly the chunk's size.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;
+
+    /// Whether chunks of partners may need the gradients that this codec stores with a chunk.
+    fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
+        let _ = chunk;
+        false
+    }
+
+    /// Does as [`Codec::decode`], and fills `gradient` with the gradient of each element as f32, for codecs that need it
+    /// of a partner ([`Need::gradient`]). By default, chunks hold no gradients.
+    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+        let _ = (columns, out, gradient);
+        Err(Error::corrupt(format!("a chunk of codec `{}` holds no gradients, which another chunk needs", self.id())).clause("codecs 5.3"))
+    }
 }
 
 /// A chunk as a cask stores it.

@@ -25,7 +25,7 @@ use crate::{Dtype, Error, Result};
 /// let (m0, m1) = (f32s(&|i| i.sin()), f32s(&|i| 0.9 * i.sin() + 0.1 * i.cos()));
 /// let v0 = f32s(&|i| 1.0 + i.cos().abs());
 /// let v1 = f32s(&|i| 0.99 * (1.0 + i.cos().abs()) + 0.01 * i.cos() * i.cos());
-/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0) }];
+/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0), gradient: None }];
 /// let chunk =
 ///     Chunk { role: "exp_avg_sq", base: Some(&v0), partners: &partners, ..Chunk::new(Dtype::F32, 4999, &v1) };
 /// let bytes: usize = Predict.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
@@ -37,8 +37,8 @@ pub struct Predict;
 
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: true }, Need { role: SECOND, base: true }];
-const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
+const NEEDS_OF_MASTER: &[Need] = &[Need::both(FIRST), Need::both(SECOND)];
+const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {

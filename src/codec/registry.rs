@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{
-    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, Gradient, KMeans, LogUniform, Magnitudes, Need, Ordered, Planes,
-    Predict, Raw, Remainder, Replay, Rounded, Rows,
+    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need, Ordered,
+    Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
 };
 use crate::{Error, Result};
 
@@ -45,6 +45,7 @@ impl Default for Registry {
             Arc::new(Predict),
             Arc::new(Replay::default()),
             Arc::new(Gradient::default()),
+            Arc::new(Joint::default()),
         ] {
             registry.codecs.insert(codec.id().to_owned(), codec);
         }
@@ -98,8 +99,20 @@ impl Registry {
         let mut all: Vec<Need> = Vec::new();
         for need in self.codecs.values().flat_map(|codec| codec.needs(role)) {
             match all.iter_mut().find(|known| known.role == need.role) {
-                Some(known) => known.base |= need.base,
+                Some(known) => known.merge(*need),
                 None => all.push(*need),
+            }
+        }
+        all
+    }
+
+    /// Partners that help any codec to encode a tensor of this role.
+    pub(crate) fn hint_roles(&self, role: &str) -> Vec<Need> {
+        let mut all: Vec<Need> = Vec::new();
+        for hint in self.codecs.values().flat_map(|codec| codec.hints(role)) {
+            match all.iter_mut().find(|known| known.role == hint.role) {
+                Some(known) => known.merge(*hint),
+                None => all.push(*hint),
             }
         }
         all

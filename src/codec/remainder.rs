@@ -21,7 +21,7 @@ use crate::{Dtype, Error, Result};
 /// let masters: Vec<f32> = (1..1000).map(|i| 1.0 / i as f32).collect();
 /// let data: Vec<u8> = masters.iter().flat_map(|w| w.to_le_bytes()).collect();
 /// let model: Vec<u8> = masters.iter().flat_map(|&w| half::bf16::from_f32(w).to_le_bytes()).collect();
-/// let partners = [Partner { role: "model", dtype: Dtype::Bf16, data: &model, base: None }];
+/// let partners = [Partner { role: "model", dtype: Dtype::Bf16, data: &model, base: None, gradient: None }];
 /// let chunk = Chunk { role: "master", partners: &partners, ..Chunk::new(Dtype::F32, 999, &data) };
 /// let bytes: usize = Remainder.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 2 * 999 + 20, "half of the bits are in the model weight");
@@ -30,7 +30,7 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Remainder;
 
-const NEEDS: &[Need] = &[Need { role: "model", base: false }];
+const NEEDS: &[Need] = &[Need::now("model")];
 const COLUMNS: [&str; 3] = ["low", "high", "rounding"];
 
 /// Mode of a model weight rounded to the nearest: differences have either sign.

@@ -42,10 +42,11 @@ pub(super) fn check_role(role: &str, names: &[&str], of_other: &str, clause: &'s
     }
 }
 
-/// Estimates the bytes of all columns of an f32 chunk, from predictions of the elements of [`sample`].
+/// Estimates the bytes of all columns of a chunk, from predictions of the elements of [`sample`].
 pub(super) fn estimate(chunk: &Chunk<'_>, column_bytes: u64, predicted: &[u8]) -> Option<Vec<u64>> {
-    let data = sample(chunk.data, 4);
-    let seen = (data.len() / 4) as u64;
+    let width = chunk.dtype.unit_bytes();
+    let data = sample(chunk.data, width);
+    let seen = (data.len() / width) as u64;
     let small = Chunk { element_count: seen, data: &data, base: Some(predicted), partners: &[], ..*chunk };
     let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
     let mut pages = vec![column_bytes];
@@ -61,7 +62,12 @@ pub(super) fn encode(chunk: &Chunk<'_>, column: (&'static str, Vec<u8>), predict
     Ok(Encoded { uses_base: true, columns })
 }
 
-/// Decodes the columns `tokens` and `bits` of predictions that are in `out`.
+/// Decodes the columns `tokens` and `bits` of f32 predictions that are in `out`.
 pub(super) fn decode(columns: [&[u8]; 2], out: &mut [u8]) -> Result<()> {
-    Ordered::decode_in_place(Dtype::F32, columns, out)
+    decode_in(Dtype::F32, columns, out)
+}
+
+/// Decodes the columns `tokens` and `bits` of predictions that are in `out`.
+pub(super) fn decode_in(dtype: Dtype, columns: [&[u8]; 2], out: &mut [u8]) -> Result<()> {
+    Ordered::decode_in_place(dtype, columns, out)
 }

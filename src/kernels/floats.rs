@@ -1,6 +1,7 @@
 //! Conversion between f32 and the bytes of a chunk.
 
-use crate::Dtype;
+use crate::spare::{MaybeSpare, Spare};
+use crate::{Dtype, Result};
 
 /// Iterates over the numbers of a chunk.
 #[inline(always)]
@@ -21,6 +22,28 @@ pub(crate) fn numbers(dtype: Dtype, data: &[u8]) -> impl Iterator<Item = f32> + 
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
 fn halves(data: &[u8]) -> impl Iterator<Item = u16> + Clone + '_ {
     data.as_chunks::<2>().0.iter().map(|unit| u16::from_le_bytes(*unit))
+}
+
+/// Returns the numbers of a chunk of f32 or bf16 as f32.
+pub(crate) fn widen(dtype: Dtype, data: &[u8]) -> Result<MaybeSpare<'_>> {
+    if dtype == Dtype::F32 {
+        return Ok(MaybeSpare::Borrowed(data));
+    }
+    let mut wide = Spare::new(2 * data.len(), "numbers")?;
+    for (&[low, high], out) in data.as_chunks::<2>().0.iter().zip(wide.as_chunks_mut::<4>().0) {
+        *out = [0, 0, low, high];
+    }
+    Ok(MaybeSpare::Own(wide))
+}
+
+/// Inverts [`widen`], for numbers of the type's precision.
+pub(crate) fn narrow_to(dtype: Dtype, wide: &[u8], out: &mut [u8]) {
+    if dtype == Dtype::F32 {
+        return out.copy_from_slice(wide);
+    }
+    for (&[_, _, low, high], out) in wide.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<2>().0) {
+        *out = [low, high];
+    }
 }
 
 /// Returns the bytes of a number.

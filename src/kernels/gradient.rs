@@ -8,6 +8,7 @@
 //! differ at the seventh digit; cutting the upper one behind it gives 0.1011011, 0.7109375, the shortest number inside.
 
 use super::Level;
+use super::digits::ESCAPE;
 use super::environment::DefaultEnvironment;
 use super::fma::fma;
 use super::replay::{Square, combine_square, gradient, number, unit, with_fma};
@@ -78,6 +79,19 @@ pub(crate) fn blend(before: &[u8], quotients: &[u8], by: First, out: &mut [u8]) 
     blend_at(Level::best(), before, quotients, by, out);
 }
 
+/// Fills `out` with the gradients of quotients. Where a length says that there is none, it is estimated from the first
+/// moments before and after the step.
+pub(crate) fn gradients([before, now]: [&[u8]; 2], quotients: &[u8], lengths: &[u8], by: First, out: &mut [u8]) {
+    let _environment = DefaultEnvironment::enter();
+    let inverse = 1.0 / f64::from(by.weight);
+    let moments = before.as_chunks::<4>().0.iter().zip(now.as_chunks::<4>().0);
+    let units = quotients.as_chunks::<4>().0.iter().zip(lengths).zip(moments);
+    for (((&quotient, &length), (&before, &now)), out) in units.zip(out.as_chunks_mut::<4>().0) {
+        let known = by.gradient(number(quotient));
+        *out = unit(if length == ESCAPE { gradient(number(before), number(now), inverse) } else { known });
+    }
+}
+
 /// Numbers of a step of a second moment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Second {
@@ -124,14 +138,20 @@ with_fma!(fn square_at = square_any(second: &[u8], before: &[u8], now: &[u8], by
 
 #[inline(always)]
 fn blended<const HARD: bool>(by: First, m: f32, g: f32) -> [u8; 4] {
+    unit(blended_number::<HARD>(by, m, g))
+}
+
+/// Returns a first moment from its earlier value and the gradient.
+#[inline(always)]
+pub(super) fn blended_number<const HARD: bool>(by: First, m: f32, g: f32) -> f32 {
     let First { blend, decay: b, weight: w, .. } = by;
-    unit(match blend {
+    match blend {
         Blend::Fused => fma::<HARD>(w, g - m, m),
         Blend::Plain => m + w * (g - m),
         Blend::Sum => m * b + g * w,
         Blend::FusedGradient => fma::<HARD>(g, w, m * b),
         Blend::FusedDecay => fma::<HARD>(m, b, g * w),
-    })
+    }
 }
 
 /// Widths of the interval, in rounding errors of the gradient beyond half an ulp of the moment, in the order of trial.
@@ -151,6 +171,14 @@ fn candidate(m0: f32, m1: f32, inverses: [f64; 2], margin: f64) -> f32 {
     let width = max(half * (inverse_weight * inverse_clip) + margin * error, 0.0);
     let middle = gradient * inverse_clip;
     let (near, far) = (middle.abs() - width, middle.abs() + width);
+    let short = shortest_between(near, far);
+    let short = if near > 0.0 { short } else { 0.0 };
+    (if middle < 0.0 { 0.0 - short } else { short }) as f32
+}
+
+/// Returns the shortest number from `near`, which is positive, to `far`.
+#[inline(always)]
+pub(super) fn shortest_between(near: f64, far: f64) -> f64 {
     // The first bit in which the ends differ. The lower end itself is inside.
     let top = far.to_bits();
     let mut below = near.to_bits().wrapping_sub(1) ^ top;
@@ -160,9 +188,7 @@ fn candidate(m0: f32, m1: f32, inverses: [f64; 2], margin: f64) -> f32 {
     below |= below >> 8;
     below |= below >> 16;
     below |= below >> 32;
-    let short = f64::from_bits(top & !(below >> 1));
-    let short = if near > 0.0 { short } else { 0.0 };
-    (if middle < 0.0 { 0.0 - short } else { short }) as f32
+    f64::from_bits(top & !(below >> 1))
 }
 
 #[inline(always)]

@@ -161,6 +161,8 @@ pub(crate) mod gradient;
 #[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
 pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod joint;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod loguniform;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod magnitudes;

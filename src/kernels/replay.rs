@@ -180,6 +180,26 @@ fn step_any<const HARD: bool>(weights: &[u8], first: &[u8], second: &[u8], by: S
     }
 }
 
+/// Returns a weight from its earlier value and both moments.
+#[inline(always)]
+pub(super) fn stepped<const HARD: bool>(w: f32, m: f32, v: f32, by: Step) -> f32 {
+    let Step { update, divisor, decay: d, scale: s, correction: b, epsilon: e } = by;
+    let r = v.sqrt();
+    let q = match divisor {
+        Divisor::Divided => r / b + e,
+        Divisor::Multiplied => r * b + e,
+        Divisor::Fused => fma::<HARD>(r, b, e),
+    };
+    match update {
+        Update::ScaleFirst => w * d + (s * m) / q,
+        Update::DivideFirst => w * d + s * (m / q),
+        Update::FusedScale => fma::<HARD>(s, m / q, w * d),
+        Update::FusedDecay => fma::<HARD>(w, d, (s * m) / q),
+        Update::FusedLoss => fma::<HARD>(d, w, w) + (s * m) / q,
+        Update::FusedBoth => fma::<HARD>(s, m / q, fma::<HARD>(d, w, w)),
+    }
+}
+
 /// Applies a function to the root of each number.
 #[inline(always)]
 fn divide(divisors: &mut [f32; BLOCK], second: &[u8], by: impl Fn(f32) -> f32) {

@@ -215,7 +215,7 @@ impl<'a> Rewriter<'a> {
                 let source = &shards[shard];
                 let link = |&(role, partner): &(&'static str, usize)| {
                     let position = unit.shards.iter().position(|&known| known == partner)?;
-                    Some(PartnerLink { role, position, base: false })
+                    Some(PartnerLink { role, position, base: false, is_hint: false })
                 };
                 UnitChunk {
                     place: ChunkPlace { shard: source.label(directory), chunk: unit.chunk },

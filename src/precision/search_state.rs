@@ -174,11 +174,11 @@ impl<'a> Sample<'a> {
         for role in ["model", "exp_avg", "exp_avg_sq"] {
             if let Some(found) = same(role).filter(|found| found.role() != tensor.role() && !found.dtype().is_packed()) {
                 let data = part(found.dtype(), found.data())?;
-                partners.push(Partner { role, dtype: found.dtype(), data, base: None });
+                partners.push(Partner { role, dtype: found.dtype(), data, base: None, gradient: None });
             }
         }
         if let Some((dtype, gradient)) = tensor.gradient() {
-            partners.push(Partner { role: "gradient", dtype, data: part(dtype, gradient)?, base: None });
+            partners.push(Partner { role: "gradient", dtype, data: part(dtype, gradient)?, base: None, gradient: None });
         }
         let row_elements = row.filter(|_| tensor.rect().shape.len() > 1).unwrap_or(0) as u64;
         let chunk =

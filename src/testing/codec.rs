@@ -17,7 +17,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
         for (what, element_count, data, base) in inputs(dtype) {
             for base in [None, Some(base.as_slice())] {
                 let chunk = Chunk { base, ..Chunk::new(dtype, element_count, &data) };
-                let partners = partners_of(&data, base);
+                let partners = partners_of(dtype, &data, base);
                 let partners: Vec<Partner<'_>> = partners.iter().map(|own| own.borrow(base.is_some())).collect();
                 let name = |e: Error| {
                     let with = if base.is_some() { "with" } else { "without" };
@@ -27,7 +27,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
                 let row_elements =
                     (1..=element_count).take_while(|row| row * row <= element_count).filter(|row| element_count % row == 0).last();
                 let mut roles = vec![Chunk { row_elements: row_elements.unwrap_or(0), ..chunk }, chunk];
-                if dtype == Dtype::F32 {
+                if matches!(dtype, Dtype::F32 | Dtype::Bf16) {
                     roles.extend(["exp_avg", "exp_avg_sq", "master"].map(|role| Chunk { role, partners: &partners, ..chunk }));
                 }
                 // Chunks that a codec encodes to the same columns share one round of damages.
@@ -41,22 +41,31 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
     if encoded_any { Ok(()) } else { Err(Error::invalid(format!("{} encoded none of the inputs", codec.id()))) }
 }
 
-/// A partner of an f32 chunk: role, element type, bytes, and bytes of the base.
-struct OwnPartner(&'static str, Dtype, Vec<u8>, Vec<u8>);
+/// A partner of a chunk: role, element type, bytes, bytes of the base, and gradients.
+struct OwnPartner(&'static str, Dtype, Vec<u8>, Vec<u8>, Option<Vec<u8>>);
 
 impl OwnPartner {
     fn borrow(&self, with_base: bool) -> Partner<'_> {
-        let Self(role, dtype, data, base) = self;
-        Partner { role, dtype: *dtype, data, base: with_base.then_some(base) }
+        let Self(role, dtype, data, base, gradient) = self;
+        Partner { role, dtype: *dtype, data, base: with_base.then_some(base), gradient: gradient.as_deref().filter(|_| with_base) }
     }
 }
 
-/// Returns typical partners of an f32 chunk: a model weight with its upper bits, and moments with the same bits.
-fn partners_of(data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner> {
-    let upper = |data: &[u8]| data.as_chunks::<4>().0.iter().flat_map(|unit| [unit[2], unit[3]]).collect();
+/// Returns typical partners of a chunk of f32 or bf16: a model weight with its upper bits, and moments with the same bits,
+/// which are also the gradients.
+fn partners_of(dtype: Dtype, data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner> {
+    let upper = |data: &[u8]| match dtype {
+        Dtype::F32 => data.as_chunks::<4>().0.iter().flat_map(|unit| [unit[2], unit[3]]).collect(),
+        _ => data.to_vec(),
+    };
+    let gradient: Vec<u8> = match dtype {
+        Dtype::F32 => data.to_vec(),
+        _ => data.as_chunks::<2>().0.iter().flat_map(|unit| [0, 0, unit[0], unit[1]]).collect(),
+    };
     let base = base.unwrap_or(data);
-    let moment = |role| OwnPartner(role, Dtype::F32, data.to_vec(), base.to_vec());
-    vec![OwnPartner("model", Dtype::Bf16, upper(data), upper(base)), moment("exp_avg"), moment("exp_avg_sq")]
+    let moment = |role, gradient| OwnPartner(role, dtype, data.to_vec(), base.to_vec(), gradient);
+    let model = OwnPartner("model", Dtype::Bf16, upper(data), upper(base), None);
+    vec![model, moment("exp_avg", Some(gradient)), moment("exp_avg_sq", None)]
 }
 
 fn fail(message: impl Into<String>) -> Error {
@@ -232,6 +241,14 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
             let bytes_of = |numbers: &[f32]| numbers.iter().flat_map(unit).collect::<Vec<u8>>();
             let after: Vec<f32> = moments.iter().map(|moment| step(moment, random.next())).collect();
             inputs.push(("short gradients", count, bytes_of(&after), bytes_of(&moments)));
+        }
+        if dtype == Dtype::Bf16 {
+            // The same, rounded.
+            let moments: Vec<f32> = (0..count).map(|at| (at as f32).sin()).collect();
+            let upper = |number: f32| [16, 24].map(|shift| (number.to_bits() >> shift) as u8);
+            let after = moments.iter().map(|moment| 0.1f32.mul_add((random.next() % 255) as f32 / 64.0 - moment, *moment));
+            let after: Vec<u8> = after.flat_map(upper).collect();
+            inputs.push(("short gradients", count, after, moments.into_iter().flat_map(upper).collect()));
         }
     }
     inputs

@@ -33,7 +33,7 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
             let position = first + link.position;
             let base = bases[position].as_deref().filter(|_| link.base);
             let dtype = input.tensor(chunks.refs[position]).description.dtype;
-            Partner { role: link.role, dtype, data: &rounded[position].data, base }
+            Partner { role: link.role, dtype, data: &rounded[position].data, base, gradient: None }
         };
         let partners: Vec<Partner<'_>> = chunks.partners[index].iter().map(partner).collect();
         let chunk = Chunk { partners: &partners, ..input.codec_chunk(at, &rounded[index].data)? };

@@ -39,6 +39,8 @@ pub(super) struct ShardPartner {
     pub shard: usize,
     /// Whether codecs may also use the same chunk of the partner in the parent.
     pub base: bool,
+    /// Whether the partner only helps to encode.
+    pub is_hint: bool,
 }
 
 /// The plan of a save.
@@ -61,11 +63,13 @@ impl SavePlan {
         let mut shards = shards(input)?;
         let positions: HashMap<(usize, usize), usize> =
             shards.iter().enumerate().map(|(position, shard)| ((shard.first.tensor, shard.first.shard), position)).collect();
-        let mut needs_of: BTreeMap<&str, Vec<Need>> = BTreeMap::new();
+        let registry = input.store.registry();
+        let mut needs_of: BTreeMap<&str, (Vec<Need>, Vec<Need>)> = BTreeMap::new();
         for shard in &mut shards {
             let role = input.tensor(shard.first).description.role.as_str();
-            let needs = needs_of.entry(role).or_insert_with(|| input.store.registry().partner_roles(role));
-            shard.partners = needs.iter().filter_map(|&need| partner(input, &positions, shard.first, need)).collect();
+            let (needs, hints) = needs_of.entry(role).or_insert_with(|| (registry.partner_roles(role), registry.hint_roles(role)));
+            let partners = needs.iter().map(|need| (need, false)).chain(hints.iter().map(|hint| (hint, true)));
+            shard.partners = partners.filter_map(|(&need, is_hint)| partner(input, &positions, shard.first, need, is_hint)).collect();
         }
         let partners = |shard: &SaveShard| shard.partners.iter().map(|partner| partner.shard).collect();
         let planned: Vec<PlannedShard> =
@@ -102,7 +106,13 @@ fn shards(input: &SaveInput<'_>) -> Result<Vec<SaveShard>> {
 }
 
 /// The partner of a shard that some codec may use, if the state has it.
-fn partner(input: &SaveInput<'_>, positions: &HashMap<(usize, usize), usize>, at: ChunkRef, need: Need) -> Option<ShardPartner> {
+fn partner(
+    input: &SaveInput<'_>,
+    positions: &HashMap<(usize, usize), usize>,
+    at: ChunkRef,
+    need: Need,
+    is_hint: bool,
+) -> Option<ShardPartner> {
     let place = input.layout.partner(at.tensor, need.role, input.view(at).rect())?;
     let partner = ChunkRef { tensor: place.0, shard: place.1, chunk: 0, base: None };
     if need.base && input.precision(input.tensor(partner)).setting != Setting::Lossless {
@@ -115,5 +125,5 @@ fn partner(input: &SaveInput<'_>, positions: &HashMap<(usize, usize), usize>, at
             let found = parent.find(input.view(partner));
             found.is_some() && parent.snapshot.chain.newest().directory.partner(own, need.role) == found
         });
-    Some(ShardPartner { role: need.role, shard: *positions.get(&place)?, base })
+    Some(ShardPartner { role: need.role, shard: *positions.get(&place)?, base, is_hint })
 }

@@ -36,7 +36,8 @@ pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<
         }
         _ => None,
     };
-    let model = model.as_ref().map(|(dtype, rounded)| Partner { role: "model", dtype: *dtype, data: &rounded.data, base: None });
+    let model =
+        model.as_ref().map(|(dtype, rounded)| Partner { role: "model", dtype: *dtype, data: &rounded.data, base: None, gradient: None });
     let partner = model.or(sensitivity(input, at)?);
     let chunk = Chunk { base, partners: partner.as_slice(), ..input.codec_chunk(at, original)? };
     let mut rounded = round(precision, &chunk).map_err(|e| input.locate(at, e))?;
@@ -83,13 +84,13 @@ fn sensitivity<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Result<Option<Partner
         let byte = |element: u64| dtype.byte_count(element).and_then(|byte| usize::try_from(byte).ok());
         let data = byte(elements.start).zip(byte(elements.end)).and_then(|(start, end)| gradient.get(start..end));
         let data = data.ok_or_else(|| input.locate(at, Error::invalid("the gradient ends before the chunk")))?;
-        return Ok(Some(Partner { role: "gradient", dtype, data, base: None }));
+        return Ok(Some(Partner { role: "gradient", dtype, data, base: None, gradient: None }));
     }
     if !is_parameter(&tensor.description.role) {
         return Ok(None);
     }
     let Some((second, at)) = partner_of(input, at, "exp_avg_sq") else { return Ok(None) };
-    Ok(Some(Partner { role: "exp_avg_sq", dtype: second.description.dtype, data: input.original(at)?, base: None }))
+    Ok(Some(Partner { role: "exp_avg_sq", dtype: second.description.dtype, data: input.original(at)?, base: None, gradient: None }))
 }
 
 /// Rounding errors of one save.

@@ -61,7 +61,8 @@ fn choose(input: &SaveInput<'_>, number: usize, settings: &[BoundedSetting]) -> 
     let model = input.layout.partner(number, "model", input.view(at).rect());
     let model = model.map(|(number, shard)| ChunkRef { tensor: number, shard, ..at });
     let model_form = model.map(|at| Ok::<_, Error>((input.tensor(at).description.dtype, stored_form_alone(input, at)?))).transpose()?;
-    let partner = model_form.as_ref().map(|(dtype, form)| Partner { role: "model", dtype: *dtype, data: &form.data, base: None });
+    let partner =
+        model_form.as_ref().map(|(dtype, form)| Partner { role: "model", dtype: *dtype, data: &form.data, base: None, gradient: None });
     let mut forms = Vec::with_capacity(settings.len());
     for (rounded, bounded) in rounded.iter().zip(settings) {
         let chunk = Chunk { partners: partner.as_slice(), ..input.codec_chunk(at, &rounded.data)? };

@@ -6,10 +6,13 @@
 //! Invariant: units can be encoded in any order. What a unit decodes to does not depend on other units. Which codec wins,
 //! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
+use bytes::Bytes;
+
 use super::NonFinite;
 use super::cask_writer::{ChunkPlace, EncodeOptions};
 use super::statistics::Measured;
-use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
+use crate::codec::{self, Candidate, Chosen, Chunk, ChunkKind, Columns, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
+use crate::limits::to_usize;
 use crate::spare::Spare;
 use crate::{Error, Result};
 
@@ -39,6 +42,8 @@ pub(crate) struct PartnerLink {
     pub position: usize,
     /// Whether codecs may use the partner's base.
     pub base: bool,
+    /// Whether the partner only helps to encode, and may be encoded later.
+    pub is_hint: bool,
 }
 
 /// An encoded chunk of a unit.
@@ -62,19 +67,23 @@ pub(crate) fn encode_unit(
     unit: &[UnitChunk<'_>],
 ) -> Result<Vec<Option<UnitResult>>> {
     let mut decoded: Vec<Option<Spare>> = unit.iter().map(|_| None).collect();
+    let mut gradients: Vec<Option<Spare>> = unit.iter().map(|_| None).collect();
     let mut results: Vec<Option<UnitResult>> = unit.iter().map(|_| None).collect();
     for position in partners_first(unit) {
         let Some(member) = unit.get(position) else { continue };
-        let is_partner = unit.iter().any(|other| other.partners.iter().any(|link| link.position == position));
+        let is_partner = unit.iter().any(|other| other.partners.iter().any(|link| link.position == position && !link.is_hint));
         if !member.is_encoded {
             decoded[position] = Some(Spare::copy_of(member.chunk.data)?);
             continue;
         }
         let partner = |link: &PartnerLink| {
             // Chunks that need each other in a circle do without the partner that comes later.
-            let (partner, data) = (unit.get(link.position)?, decoded.get(link.position)?.as_ref()?);
+            let partner = unit.get(link.position)?;
+            // A hint decides how many bytes a chunk takes, never what it decodes to.
+            let data = if link.is_hint { partner.chunk.data } else { decoded.get(link.position)?.as_deref()? };
             let base = partner.chunk.base.filter(|_| link.base);
-            Some(Partner { role: link.role, dtype: partner.chunk.dtype, data, base })
+            let gradient = gradients.get(link.position).and_then(Option::as_deref);
+            Some(Partner { role: link.role, dtype: partner.chunk.dtype, data, base, gradient })
         };
         let partners: Vec<Partner<'_>> = member.partners.iter().filter_map(partner).collect();
         let chunk = Chunk { partners: &partners, ..member.chunk };
@@ -106,10 +115,25 @@ pub(crate) fn encode_unit(
             }
             false => None,
         };
+        if is_partner {
+            gradients[position] = stored_gradients(registry, &chosen.encoded, &chunk).map_err(|e| member.place.locate(e))?;
+        }
         results[position] = Some(UnitResult { chosen, standalone, statistics, non_finite });
         decoded[position] = own.filter(|_| is_partner);
     }
     Ok(results)
+}
+
+/// The gradients that an encoded chunk holds, as a reader decodes them; `None` if its codec stores none.
+fn stored_gradients(registry: &Registry, encoded: &EncodedChunk, chunk: &Chunk<'_>) -> Result<Option<Spare>> {
+    let codec = encoded.codec.as_ref().and_then(|codec| registry.get(&codec.id)).filter(|codec| codec.offers_gradients(chunk));
+    let Some(codec) = codec else { return Ok(None) };
+    let columns: Vec<(&str, Bytes)> = encoded.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base: chunk.base, partners: &[] };
+    let mut decoded = Spare::new(chunk.data.len(), "a chunk")?;
+    let mut gradients = Spare::new(to_usize(chunk.element_count.saturating_mul(4), "gradients")?, "gradients")?;
+    codec::decode_gradient(codec.as_ref(), &input, &mut decoded, &mut gradients)?;
+    Ok(Some(gradients))
 }
 
 /// Whether each chunk also gets a form that decodes without anything else.
@@ -137,7 +161,7 @@ fn partners_first(unit: &[UnitChunk<'_>]) -> Vec<usize> {
     while !waiting.is_empty() {
         let is_ready = |&position: &usize| {
             let partners = unit.get(position).map_or(&[][..], |chunk| &chunk.partners);
-            partners.iter().all(|link| order.contains(&link.position))
+            partners.iter().all(|link| link.is_hint || order.contains(&link.position))
         };
         let ready = waiting.iter().position(is_ready).unwrap_or(0);
         order.push(waiting.remove(ready));

@@ -16,7 +16,7 @@ use super::plan::SavePlan;
 use super::rounding::{stored_form, stored_form_alone};
 use super::schedule::Window;
 use super::unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
-use crate::codec::{ChosenBy, Chunk, Need, Preferred, Trial};
+use crate::codec::{ChosenBy, Chunk, Preferred, Trial};
 use crate::precision::{Rounded, Setting};
 use crate::{Result, boxed, parallel};
 
@@ -118,7 +118,7 @@ impl WindowChunks {
                         shards.push(partner.shard);
                         shards.len() - 1
                     });
-                    links.push(PartnerLink { role: partner.role, position, base: partner.base });
+                    links.push(PartnerLink { role: partner.role, position, base: partner.base, is_hint: partner.is_hint });
                 }
                 all.partners.push(links);
             }
@@ -153,10 +153,13 @@ impl WindowChunks {
                     continue;
                 }
                 self.is_withheld[index] = false;
-                let needs = codec.map(|codec| codec.needs(&input.tensor(at).description.role));
+                let role = &input.tensor(at).description.role;
                 for link in self.partners[index].iter().filter(|link| link.base) {
-                    let is_needed = |needs: &[Need]| needs.iter().any(|need| need.role == link.role && need.base);
-                    self.is_withheld[range.start + link.position] &= !needs.is_none_or(is_needed);
+                    let is_needed = codec.is_none_or(|codec| {
+                        let used = if link.is_hint { codec.hints(role) } else { codec.needs(role) };
+                        used.iter().any(|need| need.role == link.role && need.base)
+                    });
+                    self.is_withheld[range.start + link.position] &= !is_needed;
                 }
             }
             // A base that another chunk of the unit needs is loaded in any case.

@@ -32,6 +32,8 @@ enum Kernel {
 
 struct Trainer {
     kernel: Kernel,
+    /// Whether moments are rounded to bf16 when they are stored.
+    rounds: bool,
     random: Random,
     /// Size of gradients.
     size: f32,
@@ -45,7 +47,7 @@ impl Trainer {
     fn new(kernel: Kernel, size: f32) -> Self {
         let mut random = Random(11);
         let master = (0..COUNT).map(|_| random.next() * 0.1).collect();
-        Self { kernel, random, size, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
+        Self { kernel, rounds: false, random, size, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
     }
 
     /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
@@ -58,6 +60,7 @@ impl Trainer {
             let gradient = if batches == 0 { self.random.next() * size } else { sum / batches as f32 } * clip;
             self.update(i, gradient);
         }
+        self.round();
     }
 
     fn update(&mut self, i: usize, g: f32) {
@@ -86,6 +89,27 @@ impl Trainer {
                 self.master[i] = loss.mul_add(w, w) + (scale * self.first[i]) / (self.second[i].sqrt() / root + eps);
             }
         }
+    }
+
+    /// Stores the moments in 16 bits.
+    fn round(&mut self) {
+        if self.rounds {
+            for moment in self.first.iter_mut().chain(&mut self.second) {
+                *moment = half::bf16::from_f32(*moment).to_f32();
+            }
+        }
+    }
+
+    fn moments(&self) -> Dtype {
+        if self.rounds { Dtype::Bf16 } else { Dtype::F32 }
+    }
+
+    /// The state, with moments of 16 bits.
+    fn rounded(&self) -> [(&'static str, Dtype, Vec<u8>); 3] {
+        let upper = |numbers: &[f32]| numbers.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
+        let master = self.master.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let (first, second) = (upper(&self.first), upper(&self.second));
+        [("master.w", Dtype::F32, master), ("exp_avg.w", self.moments(), first), ("exp_avg_sq.w", self.moments(), second)]
     }
 
     fn tensors(&self) -> [(&'static str, Vec<u8>); 3] {
@@ -147,5 +171,41 @@ async fn small_tensors_do_not_put_off_the_search_in_large_ones() {
         views.extend(["exp_avg.a", "exp_avg.b"].map(|name| TensorView::new(name, Dtype::F32, &[FEW as u64], &small).unwrap()));
         let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
         assert_eq!(saved.chunks.get("tc.gradient").copied().unwrap_or(0), 2 * step, "{:?}", saved.chunks);
+    }
+}
+
+#[tokio::test]
+async fn moments_of_16_bits_are_stored_as_gradients_and_restored_bit_by_bit() {
+    // Kernel, micro-batches, and bits of a step of a master and both moments.
+    for (kernel, batches, most_bits) in [(Kernel::Processor, 1, 16.0), (Kernel::CudaFused, 1, 19.0), (Kernel::Processor, 0, 26.0)] {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        let mut trainer = Trainer { rounds: true, ..Trainer::new(kernel, 1e-3) };
+        (0..20).for_each(|_| trainer.train(batches));
+        let mut states = Vec::new();
+        for step in 0..4 {
+            let state = trainer.rounded();
+            let views: Vec<TensorView<'_>> =
+                state.iter().map(|(name, dtype, data)| TensorView::new(*name, *dtype, &[100, 200], data).unwrap()).collect();
+            let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
+            if step > 0 {
+                assert_eq!(saved.chunks.get("tc.joint"), Some(&3), "{kernel:?}, {batches}, step {step}: {:?}", saved.chunks);
+                let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
+                assert!(bits < most_bits, "{kernel:?}, {batches}, step {step}: {bits} bits");
+            }
+            states.push(state);
+            trainer.train(batches);
+        }
+        for (step, state) in states.iter().enumerate() {
+            let snapshot = store.snapshot(step as u64).await.unwrap();
+            for (name, dtype, data) in state {
+                // Each tensor alone, and a part of it.
+                assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "{kernel:?}, {batches}, step {step}, {name}");
+                let width = dtype.bits() as usize / 8;
+                let rows = snapshot.read(name, &Slice::rows(3..5)).await.unwrap();
+                assert!(rows.data == data[600 * width..1000 * width], "{kernel:?}, {batches}, step {step}, {name}");
+            }
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
     }
 }

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from .codecs import Bytes, Codec, Column, Partner, codec_of
+from .codecs import Bytes, Codec, Column, Partner, codec_of, gradients
 from .columns import Columns, Shard, align, ascends, read_layout
 from .dtypes import elements_of_chunk
 from .errors import LIMITS, Reject, check_features, check_version, corrupt, limit
@@ -245,6 +245,14 @@ class Cask:
         dtype = self.layout.tensors[shard.tensor].dtype
         pages: list[Column] = [(self.columns[page.column], np.frombuffer(self.page(page), np.uint8)) for page in chunk.pages]
         return self.codec(chunk).decode(dtype, elements_of_chunk(dtype, shard.shape, number), pages, base, partners)
+
+    def gradients(self, row: int, number: int, base: Bytes) -> Bytes:
+        """The gradients that a delta chunk defines (codecs 5.3)."""
+        chunk, shard = self.chunks[row][number], self.layout.shards[row]
+        self.check_codec(shard, chunk)
+        dtype = self.layout.tensors[shard.tensor].dtype
+        pages: list[Column] = [(self.columns[page.column], np.frombuffer(self.page(page), np.uint8)) for page in chunk.pages]
+        return gradients(self.codecs[chunk.codec][0], dtype, elements_of_chunk(dtype, shard.shape, number), pages, base)
 
     def _shard(self, row: int, shard: Shard) -> dict:
         """What an adapter says of a shard; checks all absolute chunks."""

@@ -208,7 +208,19 @@ def partners(link: Snapshot, tensor: Tensor, shard: Shard, number: int, codec: C
             if other.dtype != partner.dtype:
                 raise corrupt("codecs 5.2", f"the partner of {tensor.name!r} was of another dtype")
             before = chunk(link.parent, other, place, number)
-        yield partner.dtype, chunk(link, partner, where, number), before
+        given = gradients_of(link, partner, where, number) if needed in codec.gradients else None
+        yield partner.dtype, chunk(link, partner, where, number), before, given
+
+
+def gradients_of(link: Snapshot, tensor: Tensor, shard: Shard, number: int) -> Bytes:
+    """The gradients that the chunk of a link itself defines (codecs 5.3)."""
+    _, cask, row = next(links(link, tensor, shard))
+    found = cask.chunks[row][number]
+    if cask is not link.casks.get(link.directory.slots[link.directory.layout.rows[tensor.name, shard.offset, shard.shape]]):
+        raise corrupt("codecs 5.3", f"{tensor.name!r} holds no gradients of this step")
+    if found.kind != "delta" or link.parent is None:
+        raise corrupt("codecs 5.3", f"{tensor.name!r} holds no gradients of this step")
+    return cask.gradients(row, number, chunk(link.parent, tensor, shard, number))
 
 
 def row_of(directory: Directory, tensor: Tensor) -> int:

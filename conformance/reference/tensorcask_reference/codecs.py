@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import gradient, replay
+from . import gradient, joint, replay
 from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
@@ -13,7 +13,8 @@ from .quantized import blockwise8, cluster, kmeans, loguniform
 
 Bytes = np.ndarray
 Column = tuple[str, Bytes]
-Partner = tuple[Dtype, Bytes, Bytes | None]
+# Dtype, chunk, chunk of the parent, gradients.
+Partner = tuple[Dtype, Bytes, Bytes | None, Bytes | None]
 """dtype, the chunk, and the same of the parent snapshot if the codec asks for it"""
 
 
@@ -233,7 +234,7 @@ def _predict(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, fir
         raise corrupt("predict 1", f"{dtype.name} or a partner is not f32")
     if columns[0].size != 32:
         raise corrupt("predict 2", f"{columns[0].size} bytes of coefficients")
-    wide = [data.view("<f4").astype(np.float64) for data in (base, *first[1:], *(second or ())[1:])]
+    wide = [data.view("<f4").astype(np.float64) for data in (base, *first[1:3], *(second or ())[1:3]) if data is not None]
     with np.errstate(all="ignore"):
         if second:
             (e, a, b, c), (w, m1, m0, v1, v0) = columns[0].view("<f8"), wide
@@ -270,6 +271,42 @@ def _gradient(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, fi
     return gradient.first(columns[0], exponents, decode_plane(columns[2], n), columns[3], base)
 
 
+def _joint(
+    dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, first: Partner | None = None, second: Partner | None = None
+) -> Bytes:
+    """Partners as of `_predict`; the first has gradients (joint 1)."""
+    assert base is not None
+    if first is None:
+        return joint_first(dtype, n, columns, base)[0]
+    used = [(dtype, base), *((partner[0], partner[2]) for partner in (first, second) if second and partner)]
+    if any(kind.name not in ("f32", "bf16") for kind, _ in used):
+        raise corrupt("joint 1", f"{dtype.name} or a partner is neither f32 nor bf16")
+    if first[3] is None:
+        raise corrupt("codecs 5.3", "the partner of role exp_avg holds no gradients of this step")
+    wide = [joint.widen(kind.name, data) for kind, data in used if data is not None]
+    replayed = (joint.weight if second else joint.second)(columns[0], *wide, first[3].view("<f4"))
+    return _ordered(dtype, n, columns[1:], joint.narrow(dtype.name, replayed))
+
+
+def gradients(name: str, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None) -> Bytes:
+    """The gradients that a chunk of first moments defines (codecs 5.3)."""
+    if name not in ("tc.gradient", "tc.joint") or columns[0][0] != "gradient" or base is None:
+        raise corrupt("codecs 5.3", f"a chunk of {name} holds no gradients")
+    pages = [data for _, data in columns]
+    if name == "tc.joint":
+        return joint_first(dtype, n, pages, base)[1]
+    exponents = _classed(pages[1], base.view("<u4") >> 23 & 255, "gradient 4", "gradient 4")
+    return joint.gradients_of_f32(pages[0], exponents, decode_plane(pages[2], n), pages[3], base)
+
+
+def joint_first(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes) -> tuple[Bytes, Bytes]:
+    """A first moment, and its gradients."""
+    if dtype.name != "bf16":
+        raise corrupt("joint 1", f"a first moment of {dtype.name}")
+    exponents = _classed(columns[1], base.view("<u2") >> 7 & 255, "gradient 4", "gradient 4")
+    return joint.first(columns[0], exponents, decode_plane(columns[2], n), columns[3], base)
+
+
 def widen_f16(bits: Bytes) -> np.ndarray:
     """The bits of the f32 of the same value, NaN too (remainder 2)."""
     e, f = (bits >> 10 & 31).astype(np.int64), (bits & 1023).astype(np.int64)
@@ -287,9 +324,11 @@ class Codec:
     column_per_byte: bool = False
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """by role of the tensor, the roles of its partners (codecs 5); in deltas of the parent, too"""
+    gradients: frozenset[str] = frozenset()
+    """roles of partners whose gradients are needed (codecs 5.3)"""
     now_only: frozenset[str] = frozenset()
     """roles of tensors whose partners are not needed of the parent"""
-    other_columns: tuple[str, ...] = ()
+    other_columns: tuple[tuple[str, ...], ...] = ()
     dtypes: frozenset[str] | None = None
 
     def check(self, name: str, kind: str, dtype: Dtype, columns: list[str]) -> None:
@@ -298,7 +337,7 @@ class Codec:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
         if self.dtypes is not None and dtype.name not in self.dtypes:
             raise corrupt(f"{name.removeprefix('tc.')} 1", f"{name} in a chunk of {dtype.name}")
-        lists = [self.columns_of(dtype), self.other_columns or None]
+        lists = [self.columns_of(dtype), *self.other_columns]
         if name == "tc.rows":
             inner = [CODECS[inner, 1] for inner, _ in INNER]
             lists = [("rows", *codec.columns_of(dtype)) for codec in inner if codec.dtypes is None or dtype.name in codec.dtypes]
@@ -341,17 +380,23 @@ CODECS: dict[tuple[str, int], Codec] = {
         frozenset({"absolute"}), ("low", "high", "rounding"), _remainder, needs={"master": ("model",)}, dtypes=frozenset({"f32"}),
     ),
     ("tc.predict", 1): Codec(
-        frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=("moment", "tokens", "bits"),
+        frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=(("moment", "tokens", "bits"),),
         needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
     ("tc.replay", 1): Codec(
-        frozenset({"delta"}), ("step", "tokens", "bits"), _replay, other_columns=("moment", "tokens", "bits"),
+        frozenset({"delta"}), ("step", "tokens", "bits"), _replay, other_columns=(("moment", "tokens", "bits"),),
         needs={role: ("exp_avg", "exp_avg_sq") for role in ("master", "model")} | {"exp_avg_sq": ("exp_avg",)},
         now_only=frozenset({"master", "model"}), dtypes=frozenset({"f32"}),
     ),
     ("tc.gradient", 1): Codec(
-        frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=("moment", "tokens", "bits"),
+        frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=(("moment", "tokens", "bits"),),
         needs={"exp_avg": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
+    ),
+    ("tc.joint", 1): Codec(
+        frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _joint,
+        other_columns=(("moment", "tokens", "bits"), ("step", "tokens", "bits")),
+        needs={"exp_avg": (), "exp_avg_sq": ("exp_avg",)} | {role: ("exp_avg", "exp_avg_sq") for role in ("master", "model")},
+        gradients=frozenset({"exp_avg"}), now_only=frozenset({"exp_avg_sq"}), dtypes=frozenset({"f32", "bf16"}),
     ),
     ("tc.loguniform", 1): Codec(
         frozenset({"absolute", "delta"}), ("grid", "rows", "columns", "codes", "signs", "escapes"), loguniform, dtypes=frozenset({"f32"}),

@@ -25,14 +25,22 @@ ESCAPE = 25
 
 
 def first(column: Numbers, exponents: Numbers, lengths: Numbers, digits: Numbers, base: Numbers) -> Numbers:
+    elements, quotients, escaped, _, _ = blended(column, exponents, lengths, digits, base.view("<f4"))
+    return np.where(escaped, quotients, elements.view("<u4")).astype("<u4").view(np.uint8)
+
+
+def blended(
+    column: Numbers, exponents: Numbers, lengths: Numbers, digits: Numbers, base: Numbers
+) -> tuple[Numbers, Numbers, Numbers, Numbers, np.float32]:
+    """Bytes of the elements that gradients give; bits of the quotients, or of the escapes; which are escaped; gradients; the weight."""
     if column.size not in (13, 18):
         raise corrupt("gradient 3", f"{column.size} bytes of a gradient")
     code, a = _scale(column[13:])
     quotients, escaped = _quotients(exponents.astype(np.int64), lengths.astype(np.int64), digits)
     with np.errstate(all="ignore"):
         blend, b, w, c = _blend(column)
-        elements = canonical(blend(base.view("<f4"), SCALES[code](quotients.view("<f4"), a, c), b, w)).view("<u4")
-    return np.where(escaped, quotients, elements).astype("<u4").view(np.uint8)
+        gradients = SCALES[code](quotients.view("<f4"), a, c)
+        return canonical(blend(base, gradients, b, w)), quotients, escaped, gradients, w
 
 
 def _blend(column: Numbers) -> tuple[Callable[..., Numbers], np.float32, np.float32, np.float32]:

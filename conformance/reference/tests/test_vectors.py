@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from tensorcask_reference.cask import Cask  # noqa: E402
-from tensorcask_reference.codecs import Partner, codec_of  # noqa: E402
+from tensorcask_reference.codecs import Partner, codec_of, gradients  # noqa: E402
 from tensorcask_reference.dtypes import DTYPES, chunk_count, chunk_elements, elements, elements_of_chunk  # noqa: E402
 from tensorcask_reference.entropy import decode_plane  # noqa: E402
 from tensorcask_reference.errors import Reject  # noqa: E402
@@ -70,10 +70,14 @@ class Vectors(unittest.TestCase):
         columns = [(name, bytes_of(text)) for name, text in row["columns"]]
         codec.check(row["codec"], "delta" if "base" in row else "absolute", BY_NAME[row["dtype"]], [name for name, _ in columns])
         base = bytes_of(row["base"]) if "base" in row else None
-        partners: list[Partner] = [
-            (BY_NAME[partner["dtype"]], bytes_of(partner["data"]), bytes_of(partner["base"]) if "base" in partner else None)
-            for partner in row.get("partners", [])
-        ]
+        partners: list[Partner] = []
+        for partner in row.get("partners", []):
+            dtype, before = BY_NAME[partner["dtype"]], bytes_of(partner["base"]) if "base" in partner else None
+            given = None
+            if "columns" in partner:
+                pages = [(name, bytes_of(text)) for name, text in partner["columns"]]
+                given = gradients(partner["codec"], dtype, row["elements"], pages, before)
+            partners.append((dtype, bytes_of(partner["data"]), before, given))
         return codec.decode(BY_NAME[row["dtype"]], row["elements"], columns, base, partners)
 
     def test_codecs(self) -> None:

@@ -13,7 +13,7 @@
 //! decoder searches for the shortest gradient again. So no other channel between chunks is needed than partners, and
 //! the search takes less time than reading the gradient would.
 
-mod search;
+pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
@@ -22,7 +22,9 @@ use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;
+use crate::kernels::floats::{narrow_to, widen};
 use crate::kernels::gradient::{self as kernel, Blend, First, Scale, Second};
+use crate::kernels::joint;
 use crate::kernels::ordered::{Exponent, MAX_CLASSES};
 use crate::kernels::replay::Square;
 use crate::spare::{self, Spare};
@@ -52,8 +54,8 @@ pub struct Gradient {
 
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
-const COLUMNS_OF_FIRST: [&str; 4] = ["gradient", "exponents", "lengths", "digits"];
+const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
+pub(super) const COLUMNS_OF_FIRST: [&str; 4] = ["gradient", "exponents", "lengths", "digits"];
 const CLAUSES: Clauses = Clauses { bounds: "gradient 4", planes: "gradient 4" };
 
 /// Steps for a chunk whose steps are not found again. Any step restores every bit; the right one takes few bytes.
@@ -62,9 +64,10 @@ const USUAL: (First, Second) = (
     Second { square: Square::Fused, decay: 0.95, share: 0.05 },
 );
 
-/// Elements whose exponents give the classes.
-fn exponents_of(data: &[u8]) -> Base<'_> {
-    Base { width: 4, exponent: Exponent { shift: 23, mask: 255 }, data }
+/// Elements of f32 or bf16 whose exponents give the classes.
+pub(super) fn exponents_of(dtype: Dtype, data: &[u8]) -> Base<'_> {
+    let shift = if dtype == Dtype::Bf16 { 7 } else { 23 };
+    Base { width: dtype.unit_bytes(), exponent: Exponent { shift, mask: 255 }, data }
 }
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
@@ -117,41 +120,15 @@ impl Gradient {
         let (before, now) = (sample(base, 4), sample(chunk.data, 4));
         let mut quotients = vec![0; now.len()];
         kernel::shorten(&before, &now, by, &mut quotients);
-        let units = now.len() / 4;
-        let (mut found, mut lengths, mut classes) = (vec![0; units], vec![0; units], vec![0; units]);
-        let digits = digits::split(&quotients, &now, &mut found, &mut lengths);
-        classes::choose(exponents_of(&before), &mut classes, entropy::count_about);
-        let mut histograms = vec![[0u32; 256]; MAX_CLASSES + 1];
-        for ((&class, &exponent), &length) in classes.iter().zip(&found).zip(&lengths) {
-            if let Some(histogram) = histograms.get_mut(usize::from(class)) {
-                histogram[usize::from(exponent)] += 1;
-            }
-            histograms[MAX_CLASSES][usize::from(length)] += 1;
-        }
-        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / (units as u64).max(1);
-        let bytes = |histograms: &[[u32; 256]]| histograms.iter().map(|histogram| entropy_bits(histogram)).sum::<u64>() * 65 / 64 / 8;
-        let (exponents, lengths) = histograms.split_at(MAX_CLASSES);
-        Some(vec![FIRST_BYTES as u64, scaled(bytes(exponents)) + 256, scaled(bytes(lengths)) + 16, scaled(digits.len() as u64)])
+        Some(estimate(chunk, exponents_of(Dtype::F32, &before), &quotients, &now))
     }
 
     fn encode_first(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let base = base_of(chunk).ok_or_else(unfit)?;
         let by = self.first(base, chunk.data).unwrap_or(USUAL.0);
-        let units = chunk.data.len() / 4;
         let mut quotients = Spare::new(chunk.data.len(), "gradients")?;
         kernel::shorten(base, chunk.data, by, &mut quotients);
-        let (mut found, mut lengths) = (Spare::new(units, "exponents")?, Spare::new(units, "lengths")?);
-        let digits = digits::split(&quotients, chunk.data, &mut found, &mut lengths);
-        let code = classes::encode(exponents_of(base), &found)?;
-        let mut length_code = spare::output(units / 2);
-        entropy::encode(&lengths, &mut length_code);
-        let mut column = Vec::with_capacity(FIRST_BYTES);
-        put_first(by, &mut column);
-        put_scale(by, &mut column);
-        Ok(Encoded {
-            uses_base: true,
-            columns: vec![("gradient", column), ("exponents", code), ("lengths", length_code), ("digits", digits)],
-        })
+        encode(exponents_of(Dtype::F32, base), by, &quotients, chunk.data)
     }
 
     fn estimate_second(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
@@ -173,11 +150,44 @@ impl Gradient {
         inputs.replay((first, second), &mut replayed);
         let mut column = Vec::with_capacity(SECOND_BYTES);
         put_first(first, &mut column);
-        column.put_u8(Square::ALL.iter().position(|known| *known == second.square).unwrap_or(0) as u8);
-        [second.decay, second.share].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+        put_second(second, &mut column);
         put_scale(first, &mut column);
         residual::encode(chunk, (COLUMNS_OF_MOMENT[0], column), &replayed, TokenClasses::of(exact))
     }
+}
+
+/// Estimates the bytes of the columns of first moments, from the quotients of a few. `now` holds their elements as f32.
+pub(super) fn estimate(chunk: &Chunk<'_>, base: Base<'_>, quotients: &[u8], now: &[u8]) -> Vec<u64> {
+    let units = now.len() / 4;
+    let (mut found, mut lengths, mut classes) = (vec![0; units], vec![0; units], vec![0; units]);
+    let digits = digits::split(quotients, now, &mut found, &mut lengths);
+    classes::choose(base, &mut classes, entropy::count_about);
+    let mut histograms = vec![[0u32; 256]; MAX_CLASSES + 1];
+    for ((&class, &exponent), &length) in classes.iter().zip(&found).zip(&lengths) {
+        if let Some(histogram) = histograms.get_mut(usize::from(class)) {
+            histogram[usize::from(exponent)] += 1;
+        }
+        histograms[MAX_CLASSES][usize::from(length)] += 1;
+    }
+    let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / (units as u64).max(1);
+    let bytes = |histograms: &[[u32; 256]]| histograms.iter().map(|histogram| entropy_bits(histogram)).sum::<u64>() * 65 / 64 / 8;
+    let (exponents, lengths) = histograms.split_at(MAX_CLASSES);
+    vec![FIRST_BYTES as u64, scaled(bytes(exponents)) + 256, scaled(bytes(lengths)) + 16, scaled(digits.len() as u64)]
+}
+
+/// Encodes first moments by their quotients. `now` holds the elements as f32.
+pub(super) fn encode(base: Base<'_>, by: First, quotients: &[u8], now: &[u8]) -> Result<Encoded> {
+    let units = now.len() / 4;
+    let (mut found, mut lengths) = (Spare::new(units, "exponents")?, Spare::new(units, "lengths")?);
+    let digits = digits::split(quotients, now, &mut found, &mut lengths);
+    let code = classes::encode(base, &found)?;
+    let mut length_code = spare::output(units / 2);
+    entropy::encode(&lengths, &mut length_code);
+    let mut column = Vec::with_capacity(FIRST_BYTES);
+    put_first(by, &mut column);
+    put_scale(by, &mut column);
+    let columns = vec![("gradient", column), ("exponents", code), ("lengths", length_code), ("digits", digits)];
+    Ok(Encoded { uses_base: true, columns })
 }
 
 fn unfit() -> Error {
@@ -185,12 +195,24 @@ fn unfit() -> Error {
 }
 
 fn put_first(by: First, column: &mut Vec<u8>) {
+    put_blend(by, column);
+    column.put_u32(by.clip.to_bits());
+}
+
+/// Writes form and numbers of a first moment without those of the gradient: 9 bytes.
+pub(super) fn put_blend(by: First, column: &mut Vec<u8>) {
     column.put_u8(Blend::ALL.iter().position(|known| *known == by.blend).unwrap_or(0) as u8);
-    [by.decay, by.weight, by.clip].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+    [by.decay, by.weight].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+}
+
+/// Writes form and numbers of a second moment: 9 bytes.
+pub(super) fn put_second(by: Second, column: &mut Vec<u8>) {
+    column.put_u8(Square::ALL.iter().position(|known| *known == by.square).unwrap_or(0) as u8);
+    [by.decay, by.share].into_iter().for_each(|number| column.put_u32(number.to_bits()));
 }
 
 /// Most bytes of the columns `gradient` and `moment`: with a scale.
-const FIRST_BYTES: usize = 18;
+pub(super) const FIRST_BYTES: usize = 18;
 const SECOND_BYTES: usize = 27;
 
 /// Ends a column. Without a scale, it ends earlier.
@@ -218,22 +240,33 @@ fn read_scale(mut cursor: Cursor<'_>) -> Result<Scale> {
 }
 
 fn read_first(cursor: &mut Cursor<'_>) -> Result<First> {
-    let code = cursor.u8()?;
-    let [decay, weight, clip] = [cursor.u32()?, cursor.u32()?, cursor.u32()?].map(f32::from_bits);
-    let blend =
-        Blend::ALL.get(usize::from(code)).copied().ok_or_else(|| Error::corrupt(format!("blend {code}, after the last one known")))?;
-    Ok(First { blend, decay, weight, scale: Scale::None, clip })
+    let first = read_blend(cursor)?;
+    Ok(First { clip: f32::from_bits(cursor.u32()?), ..first })
 }
 
-fn read_second(column: &[u8]) -> Result<(First, Second)> {
-    let mut cursor = Cursor::new(column, "forms and numbers");
-    let first = read_first(&mut cursor)?;
+/// Inverts [`put_blend`]. The gradient is not scaled.
+pub(super) fn read_blend(cursor: &mut Cursor<'_>) -> Result<First> {
+    let code = cursor.u8()?;
+    let [decay, weight] = [cursor.u32()?, cursor.u32()?].map(f32::from_bits);
+    let blend =
+        Blend::ALL.get(usize::from(code)).copied().ok_or_else(|| Error::corrupt(format!("blend {code}, after the last one known")))?;
+    Ok(First { blend, decay, weight, scale: Scale::None, clip: 1.0 })
+}
+
+/// Inverts [`put_second`].
+pub(super) fn read_second(cursor: &mut Cursor<'_>) -> Result<Second> {
     let code = cursor.u8()?;
     let [decay, share] = [cursor.u32()?, cursor.u32()?].map(f32::from_bits);
-    let first = First { scale: read_scale(cursor)?, ..first };
     let square = Square::ALL.get(usize::from(code)).copied();
     let square = square.ok_or_else(|| Error::corrupt(format!("square {code}, after the last one known")))?;
-    Ok((first, Second { square, decay, share }))
+    Ok(Second { square, decay, share })
+}
+
+fn read_moment(column: &[u8]) -> Result<(First, Second)> {
+    let mut cursor = Cursor::new(column, "forms and numbers");
+    let first = read_first(&mut cursor)?;
+    let second = read_second(&mut cursor)?;
+    Ok((First { scale: read_scale(cursor)?, ..first }, second))
 }
 
 impl Codec for Gradient {
@@ -293,14 +326,28 @@ impl Codec for Gradient {
         residual::check_role(role, names, other, "gradient 2")
     }
 
+    fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
+        // Where both moments are f32, they tell all that gradients do.
+        chunk.role == FIRST && chunk.partner(SECOND).is_some_and(|partner| partner.dtype == Dtype::Bf16)
+    }
+
+    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+        check_dtype(columns.dtype)?;
+        let base = columns.base(out.len())?;
+        match columns.columns {
+            [("gradient", _), ..] => decode_first(columns, base, out, Some(gradient)),
+            _ => Err(Error::corrupt("a chunk that holds no gradients, which another chunk needs").clause("codecs 5.3")),
+        }
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         if let [("gradient", _), ..] = columns.columns {
-            return decode_first(columns, base, out);
+            return decode_first(columns, base, out, None);
         }
         let [column, tokens, bits] = columns.exactly(COLUMNS_OF_MOMENT)?;
-        let by = read_second(column).map_err(|e| e.clause("gradient 3"))?;
+        let by = read_moment(column).map_err(|e| e.clause("gradient 3"))?;
         let partner = columns.partner(FIRST)?;
         let before = partner.base.filter(|before| partner.dtype == Dtype::F32 && before.len() == partner.data.len());
         let before =
@@ -310,23 +357,57 @@ impl Codec for Gradient {
     }
 }
 
-fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8]) -> Result<()> {
+/// Decodes first moments of f32 or bf16, and their gradients if they are wanted.
+pub(super) fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: Option<&mut [u8]>) -> Result<()> {
     let [column, exponent_code, length_code, bits] = columns.exactly(COLUMNS_OF_FIRST)?;
     let mut cursor = Cursor::new(column, "form and numbers");
     let by = read_first(&mut cursor).and_then(|by| Ok(First { scale: read_scale(cursor)?, ..by }));
     let by = by.map_err(|e| e.clause("gradient 3"))?;
-    let units = out.len() / 4;
+    let units = out.len() / columns.dtype.unit_bytes();
     let mut found = Spare::new(units, "exponents")?;
-    classes::decode(exponent_code, exponents_of(base), CLAUSES, &mut found)?;
+    classes::decode(exponent_code, exponents_of(columns.dtype, base), CLAUSES, &mut found)?;
     let mut lengths = Spare::new(units, "lengths")?;
     entropy::decode(length_code, &mut lengths)?;
-    let mut quotients = Spare::new(out.len(), "gradients")?;
+    let mut quotients = Spare::new(4 * units, "gradients")?;
     if !digits::join(&found, &lengths, bits, &mut quotients) {
         return Err(Error::corrupt("exponents, lengths and digits of gradients disagree").clause("gradient 5"));
     }
-    kernel::blend(base, &quotients, by, out);
-    let stored = quotients.as_chunks::<4>().0.iter().zip(lengths.iter()).zip(out.as_chunks_mut::<4>().0);
+    let escapes = || quotients.as_chunks::<4>().0.iter().zip(lengths.iter()).filter(|(_, length)| **length == digits::ESCAPE);
+    if columns.dtype == Dtype::F32 {
+        kernel::blend(base, &quotients, by, out);
+        copy_escapes(&quotients, &lengths, out);
+    } else if escapes().any(|([low, lower, ..], _)| *low != 0 || *lower != 0) {
+        return Err(Error::corrupt("an element of more than 16 bits").clause("joint 4"));
+    } else {
+        let mut wide = Spare::new(4 * units, "moments")?;
+        kernel::blend(&widen(columns.dtype, base)?, &quotients, by, &mut wide);
+        joint::cut_all(16, &mut wide);
+        copy_escapes(&quotients, &lengths, &mut wide);
+        narrow_to(columns.dtype, &wide, out);
+    }
+    match gradients {
+        Some(gradients) => fill_gradients(columns, base, out, (&quotients, &lengths), by, gradients),
+        None => Ok(()),
+    }
+}
+
+/// Copies the elements that are stored as they are.
+fn copy_escapes(quotients: &[u8], lengths: &[u8], out: &mut [u8]) {
+    let stored = quotients.as_chunks::<4>().0.iter().zip(lengths).zip(out.as_chunks_mut::<4>().0);
     stored.filter(|((_, length), _)| **length == digits::ESCAPE).for_each(|((quotient, _), out)| *out = *quotient);
+}
+
+/// Fills `gradients` with the gradient of each quotient. That of an escape is estimated from both moments.
+fn fill_gradients(
+    columns: &Columns<'_>,
+    base: &[u8],
+    out: &[u8],
+    (quotients, lengths): (&[u8], &[u8]),
+    by: First,
+    gradients: &mut [u8],
+) -> Result<()> {
+    let (before, now) = (widen(columns.dtype, base)?, widen(columns.dtype, out)?);
+    kernel::gradients([&before, &now], quotients, lengths, by, gradients);
     Ok(())
 }
 

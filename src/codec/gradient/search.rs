@@ -13,6 +13,8 @@
 //! first and second moments count alike, because both are searched for the same factor. What was found before is tried on
 //! every chunk.
 
+use std::ops::Range;
+
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::residual::ONE_CLASS_PERCENT;
 use super::Squared;
@@ -209,7 +211,7 @@ fn shortest(before: &[u8], now: &[u8], forms: impl Iterator<Item = First>) -> Op
 }
 
 /// Returns the mantissa of a positive number, from 1 to 2.
-fn mantissa(x: f64) -> f64 {
+pub(in super::super) fn mantissa(x: f64) -> f64 {
     f64::from_bits(x.to_bits() & ((1 << 52) - 1) | 1023 << 52)
 }
 
@@ -235,23 +237,29 @@ fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
         .collect();
     precise.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
     let voters: Vec<f64> = precise.iter().take(VOTERS).map(|(_, gradient)| mantissa(*gradient)).collect();
+    elect(&voters, TOLERANCE, 5..12).map(|(clip, _)| clip)
+}
+
+/// Proposes the mantissa of the clip factor: that by which most voters, mantissas of gradients, are short. `bits` are the
+/// lengths that count as short. Returns it with the share of the voters, without those of chance.
+pub(in super::super) fn elect(voters: &[f64], tolerance: f64, bits: Range<u32>) -> Option<(f64, f64)> {
     if voters.len() < 8 {
         return None;
     }
-    let first_voters = voters.get(..FIRST_VOTERS).unwrap_or(&voters);
+    let first_voters = voters.get(..FIRST_VOTERS).unwrap_or(voters);
     let mut best = (LEAST_SCORE, None);
-    for bits in 5..12u32 {
+    for bits in bits {
         let grid = f64::from(1u32 << bits);
-        let chance = 4.0 * TOLERANCE * grid;
+        let chance = 4.0 * tolerance * grid;
         for &anchor in voters.iter().take(ANCHORS) {
             for k in 1 << bits..2u32 << bits {
                 let clip = mantissa(anchor * grid / f64::from(k));
-                let by = Near { inverse: 1.0 / clip, grid, tolerance: TOLERANCE };
+                let by = Near { inverse: 1.0 / clip, grid, tolerance };
                 let share = |voters: &[f64]| kernel::count_near(voters, by) as f64 / voters.len() as f64;
                 if share(first_voters) < best.0 / 2.0 + chance {
                     continue;
                 }
-                let score = share(&voters) - chance;
+                let score = share(voters) - chance;
                 if score > best.0 + 1e-9 {
                     best = (score, Some((clip, grid)));
                 }
@@ -264,9 +272,9 @@ fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
         .filter_map(|voter| {
             let x = mantissa(voter / clip);
             let nearest = (x * grid).round() / grid;
-            ((x - nearest).abs() < TOLERANCE).then_some(x / nearest)
+            ((x - nearest).abs() < tolerance).then_some(x / nearest)
         })
         .collect();
     ratios.sort_unstable_by(f64::total_cmp);
-    Some(clip * ratios.get(ratios.len() / 2)?)
+    Some((clip * ratios.get(ratios.len() / 2)?, best.0))
 }

@@ -15,7 +15,7 @@
 //! alone; see `search`. All chunks of a parameter group share them, so the codec remembers the last ones that it found
 //! and tries those first. They decide how many bytes a chunk takes, never what it decodes to.
 
-mod search;
+pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
@@ -39,7 +39,7 @@ use search::Known;
 /// let v0 = all(&|i| 1.0 + i.cos().abs());
 /// let v1: Vec<f32> = v0.iter().zip(&g).map(|(v, g)| v * 0.999 + (0.001 * g) * g).collect();
 /// let (m0, m1, v0, v1) = (bytes(&m0), bytes(&m1), bytes(&v0), bytes(&v1));
-/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0) }];
+/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0), gradient: None }];
 /// let chunk =
 ///     Chunk { role: "exp_avg_sq", base: Some(&v0), partners: &partners, ..Chunk::new(Dtype::F32, 4999, &v1) };
 /// let bytes: usize = Replay::default().encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
@@ -54,8 +54,8 @@ pub struct Replay {
 
 const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
-const NEEDS_OF_PARAMETER: &[Need] = &[Need { role: FIRST, base: false }, Need { role: SECOND, base: false }];
-const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
+const NEEDS_OF_PARAMETER: &[Need] = &[Need::now(FIRST), Need::now(SECOND)];
+const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {
@@ -236,7 +236,7 @@ impl Codec for Replay {
         let (rule, inputs, rest) = match columns.columns {
             [("step", _), ..] => {
                 let [column, rest @ ..] = columns.exactly(COLUMNS_OF_STEP)?;
-                (read_step(column)?, Inputs::Step { weights: base, first: now(FIRST)?, second: now(SECOND)? }, rest)
+                (read_step_column(column)?, Inputs::Step { weights: base, first: now(FIRST)?, second: now(SECOND)? }, rest)
             }
             _ => {
                 let [column, rest @ ..] = columns.exactly(COLUMNS_OF_MOMENT)?;
@@ -266,9 +266,8 @@ impl Rule {
         let mut column = Vec::with_capacity(STEP_BYTES);
         let numbers: &[f32] = match self {
             Self::Step(step) => {
-                column.put_u8(code_of(&Update::ALL, &step.update));
-                column.put_u8(code_of(&Divisor::ALL, &step.divisor));
-                &[step.decay, step.scale, step.correction, step.epsilon]
+                put_step(*step, &mut column);
+                &[]
             }
             Self::Moment(moment) => {
                 column.put_u8(code_of(&Square::ALL, &moment.square));
@@ -287,19 +286,28 @@ fn code_of<T: PartialEq>(all: &[T], form: &T) -> u8 {
 
 fn form<T: Copy>(all: &[T], code: u8) -> Result<T> {
     let found = all.get(usize::from(code)).copied();
-    found.ok_or_else(|| Error::corrupt(format!("form {code}; the last one known is {}", all.len() - 1)).clause("replay 3"))
+    found.ok_or_else(|| Error::corrupt(format!("form {code}; the last one known is {}", all.len() - 1)))
 }
 
-fn read_step(column: &[u8]) -> Result<Rule> {
+/// Writes the forms and numbers of a step: 18 bytes.
+pub(super) fn put_step(step: Step, column: &mut Vec<u8>) {
+    column.put_u8(code_of(&Update::ALL, &step.update));
+    column.put_u8(code_of(&Divisor::ALL, &step.divisor));
+    [step.decay, step.scale, step.correction, step.epsilon].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+}
+
+/// Inverts [`put_step`].
+pub(super) fn read_step(cursor: &mut Cursor<'_>) -> Result<Step> {
+    let (update, divisor) = (cursor.u8()?, cursor.u8()?);
+    let [decay, scale, correction, epsilon] = [cursor.u32()?, cursor.u32()?, cursor.u32()?, cursor.u32()?].map(f32::from_bits);
+    Ok(Step { update: form(&Update::ALL, update)?, divisor: form(&Divisor::ALL, divisor)?, decay, scale, correction, epsilon })
+}
+
+fn read_step_column(column: &[u8]) -> Result<Rule> {
     let mut cursor = Cursor::new(column, "forms and numbers");
-    let mut read = || -> Result<(u8, u8, [f32; 4])> {
-        let codes = (cursor.u8()?, cursor.u8()?);
-        let numbers = [cursor.u32()?, cursor.u32()?, cursor.u32()?, cursor.u32()?];
-        Ok((codes.0, codes.1, numbers.map(f32::from_bits)))
-    };
-    let (update, divisor, [decay, scale, correction, epsilon]) = read().map_err(|e| e.clause("replay 3"))?;
+    let step = read_step(&mut cursor).map_err(|e| e.clause("replay 3"))?;
     cursor.finish().map_err(|e| e.clause("replay 3"))?;
-    Ok(Rule::Step(Step { update: form(&Update::ALL, update)?, divisor: form(&Divisor::ALL, divisor)?, decay, scale, correction, epsilon }))
+    Ok(Rule::Step(step))
 }
 
 fn read_moment(column: &[u8]) -> Result<Rule> {
@@ -311,7 +319,8 @@ fn read_moment(column: &[u8]) -> Result<Rule> {
     };
     let (square, [decay, share, weight]) = read().map_err(|e| e.clause("replay 3"))?;
     cursor.finish().map_err(|e| e.clause("replay 3"))?;
-    Ok(Rule::Moment(Moment { square: form(&Square::ALL, square)?, decay, share, weight }))
+    let square = form(&Square::ALL, square).map_err(|e| e.clause("replay 3"))?;
+    Ok(Rule::Moment(Moment { square, decay, share, weight }))
 }
 
 #[cfg(test)]
@@ -325,7 +334,7 @@ mod tests {
         // No search can use numbers that are not finite.
         let not_finite = [0x7f, 0xc0].repeat(2).repeat(1000);
         let (base, data) = (not_finite.clone(), vec![0xff; not_finite.len()]);
-        let partners = [FIRST, SECOND].map(|role| Partner { role, dtype: Dtype::F32, data: &data, base: Some(&base) });
+        let partners = [FIRST, SECOND].map(|role| Partner { role, dtype: Dtype::F32, data: &data, base: Some(&base), gradient: None });
         for role in ["master", "model", SECOND] {
             let chunk = Chunk { role, base: Some(&base), partners: &partners, ..Chunk::new(Dtype::F32, 1000, &data) };
             assert_eq!(Replay::default().estimate(&chunk), None);

@@ -16,7 +16,7 @@ use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 
 /// Rules that were found last, the most recent first.
 #[derive(Debug)]
-pub(super) struct Known<T> {
+pub(in super::super) struct Known<T> {
     rules: Vec<Match<T>>,
 }
 
@@ -28,14 +28,14 @@ impl<T> Default for Known<T> {
 
 /// A rule, and how many elements of a sample it gives exactly.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Match<T> {
+pub(in super::super) struct Match<T> {
     pub rule: T,
     exact: usize,
     of: usize,
 }
 
 impl<T> Match<T> {
-    pub(super) fn exact_percent(&self) -> usize {
+    pub(in super::super) fn exact_percent(&self) -> usize {
         (100 * self.exact).checked_div(self.of).unwrap_or(100)
     }
 
@@ -87,7 +87,7 @@ where
 }
 
 /// Searches for the step of weights.
-pub(super) fn step(known: &mut Known<Step>, weights: &[u8], first: &[u8], second: &[u8], data: &[u8]) -> Option<Match<Step>> {
+pub(in super::super) fn step(known: &mut Known<Step>, weights: &[u8], first: &[u8], second: &[u8], data: &[u8]) -> Option<Match<Step>> {
     let [weights, first, second, data] = [weights, first, second, data].map(|data| glance(data, STRETCHES));
     let inputs = Inputs::Step { weights: &weights, first: &first, second: &second };
     let count = |step| count(inputs, &data, step, Rule::Step);

@@ -15,18 +15,47 @@ pub(crate) struct PartnerVector {
     dtype: String,
     data: Hex,
     base: Option<Hex>,
+    /// How the partner is stored, if it gives gradients.
+    codec: Option<String>,
+    #[serde(default)]
+    columns: Vec<(String, Hex)>,
+}
+
+impl PartnerVector {
+    fn dtype(&self) -> Dtype {
+        Dtype::from_name(&self.dtype).unwrap()
+    }
+
+    fn base(&self) -> Option<&[u8]> {
+        self.base.as_ref().map(|base| base.0.as_slice())
+    }
+
+    /// The gradients that the stored form of the partner holds.
+    fn gradients(&self, elements: u64) -> Option<Vec<u8>> {
+        let codec = Registry::default().get(self.codec.as_ref()?).unwrap().clone();
+        let columns: Vec<(&str, Bytes)> = self.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.0.clone().into())).collect();
+        let (mut out, mut gradients) = (vec![0; self.data.0.len()], vec![0; 4 * elements as usize]);
+        let input = Columns { dtype: self.dtype(), element_count: elements, columns: &columns, base: self.base(), partners: &[] };
+        codec.decode_gradient(&input, &mut out, &mut gradients).unwrap();
+        assert_eq!(Hex(out), self.data);
+        Some(gradients)
+    }
 }
 
 fn model() -> String {
     "model".into()
 }
 
-fn borrowed(partners: &[PartnerVector]) -> Vec<Partner<'_>> {
-    fn borrow(partner: &PartnerVector) -> Partner<'_> {
-        let base = partner.base.as_ref().map(|base| base.0.as_slice());
-        Partner { role: &partner.role, dtype: Dtype::from_name(&partner.dtype).unwrap(), data: &partner.data.0, base }
-    }
-    partners.iter().map(borrow).collect()
+fn borrowed<'a>(partners: &'a [PartnerVector], gradients: &'a [Option<Vec<u8>>]) -> Vec<Partner<'a>> {
+    let borrow = |(partner, gradient): (&'a PartnerVector, &'a Option<Vec<u8>>)| {
+        let gradient = gradient.as_deref();
+        Partner { role: &partner.role, dtype: partner.dtype(), data: &partner.data.0, base: partner.base(), gradient }
+    };
+    partners.iter().zip(gradients).map(borrow).collect()
+}
+
+fn gradients(partners: &[PartnerVector], elements: u64) -> Vec<Option<Vec<u8>>> {
+    partners.iter().map(|partner| partner.gradients(elements)).collect()
 }
 
 #[derive(Deserialize)]
@@ -82,7 +111,8 @@ pub(crate) fn decode_chunk(
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.0.clone().into())).collect();
     let dtype = Dtype::from_name(dtype).unwrap();
     let mut out = vec![0; dtype.byte_count(elements).unwrap() as usize];
-    let partners = borrowed(partners);
+    let gradients = gradients(partners, elements);
+    let partners = borrowed(partners, &gradients);
     let input =
         Columns { dtype, element_count: elements, columns: &columns, base: base.map(|base| base.0.as_slice()), partners: &partners };
     let registry = Registry::default();
@@ -95,7 +125,8 @@ fn codecs() {
     let registry = Registry::default();
     for vector in vectors::<ChunkVector>("codecs.toml", "chunk") {
         let codec = registry.resolve(&CodecRef { id: vector.codec.clone(), version: vector.version }).unwrap();
-        let partners = borrowed(&vector.partners);
+        let gradients = gradients(&vector.partners, vector.elements);
+        let partners = borrowed(&vector.partners, &gradients);
         let chunk = Chunk {
             role: &vector.role,
             base: vector.base.as_ref().map(|base| base.0.as_slice()),
