@@ -28,7 +28,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
                     (1..=element_count).take_while(|row| row * row <= element_count).filter(|row| element_count % row == 0).last();
                 let mut roles = vec![Chunk { row_elements: row_elements.unwrap_or(0), ..chunk }, chunk];
                 if dtype == Dtype::F32 {
-                    roles.extend(["exp_avg", "exp_avg_sq", "master"].map(|role| Chunk { role, partners: &partners, ..chunk }));
+                    roles.extend(["exp_avg", "exp_avg_sq", "momentum", "master"].map(|role| Chunk { role, partners: &partners, ..chunk }));
                 }
                 // Chunks that a codec encodes to the same columns share one round of damages.
                 let mut damaged = Vec::new();

@@ -51,13 +51,19 @@ impl Trainer {
     /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
     fn train(&mut self, batches: usize) {
         self.step += 1;
-        let clip = 0.3 + self.random.next().abs();
-        for i in 0..COUNT {
-            let size = self.size * 2f32.powi(i as i32 % 12 - 6);
-            let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
-            let gradient = if batches == 0 { self.random.next() * size } else { sum / batches as f32 } * clip;
+        for (i, gradient) in self.gradients(batches).into_iter().enumerate() {
             self.update(i, gradient);
         }
+    }
+
+    fn gradients(&mut self, batches: usize) -> Vec<f32> {
+        let clip = 0.3 + self.random.next().abs();
+        let gradient = |i: usize| {
+            let size = self.size * 2f32.powi(i as i32 % 12 - 6);
+            let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
+            if batches == 0 { self.random.next() * size * clip } else { sum / batches as f32 * clip }
+        };
+        (0..COUNT).map(gradient).collect()
     }
 
     fn update(&mut self, i: usize, g: f32) {
@@ -147,5 +153,42 @@ async fn small_tensors_do_not_put_off_the_search_in_large_ones() {
         views.extend(["exp_avg.a", "exp_avg.b"].map(|name| TensorView::new(name, Dtype::F32, &[FEW as u64], &small).unwrap()));
         let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
         assert_eq!(saved.chunks.get("tc.gradient").copied().unwrap_or(0), 2 * step, "{:?}", saved.chunks);
+    }
+}
+
+/// Momenta of SGD and Muon: their decays, and their weights.
+const MOMENTA: [(f32, f32); 5] = [(0.9, 1.0), (0.99, 1.0), (0.9, 0.1), (0.95, 0.05), (0.8, 0.2)];
+
+#[tokio::test]
+async fn a_chain_of_momenta_is_stored_as_gradients_and_restored_bit_by_bit() {
+    for ((decay, weight), (batches, most_bits)) in MOMENTA.into_iter().flat_map(|kind| [(1, 14.0), (4, 17.5)].map(|case| (kind, case))) {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        let (mut trainer, mut momentum) = (Trainer::new(Kernel::Processor, 1e-3), vec![0.0f32; COUNT]);
+        let mut states = Vec::new();
+        for step in 0..24 {
+            let gradients = trainer.gradients(batches);
+            for (m, g) in momentum.iter_mut().zip(gradients) {
+                *m = if weight == 1.0 { g.mul_add(weight, *m * decay) } else { weight.mul_add(g - *m, *m) };
+            }
+            if step < 8 {
+                continue;
+            }
+            let state: Vec<u8> = momentum.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let view = TensorView::new("optimizer.state.w.momentum_buffer", Dtype::F32, &[100, 200], &state).unwrap();
+            let saved = writer.save(step, &[view], &[], &Metadata::default()).await.unwrap();
+            if step > 8 {
+                assert!(saved.chunks.contains_key("tc.gradient"), "{decay}, {weight}, {batches}, step {step}: {:?}", saved.chunks);
+                let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
+                assert!(bits < most_bits, "{decay}, {weight}, {batches}, step {step}: {bits} bits");
+            }
+            states.push((step, state));
+        }
+        for (step, state) in states {
+            let snapshot = store.snapshot(step).await.unwrap();
+            let read = snapshot.read("optimizer.state.w.momentum_buffer", &Slice::all()).await.unwrap();
+            assert!(read.data == state, "{decay}, {weight}, {batches}, step {step}");
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
     }
 }

@@ -351,7 +351,7 @@ CODECS: dict[tuple[str, int], Codec] = {
     ),
     ("tc.gradient", 1): Codec(
         frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=("moment", "tokens", "bits"),
-        needs={"exp_avg": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
+        needs={"exp_avg": (), "momentum": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
     ("tc.loguniform", 1): Codec(
         frozenset({"absolute", "delta"}), ("grid", "rows", "columns", "codes", "signs", "escapes"), loguniform, dtypes=frozenset({"f32"}),

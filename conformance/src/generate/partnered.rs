@@ -24,7 +24,7 @@ const VECTORS: [&str; 8] = [
 ];
 
 /// All texts in the vectors.
-const KNOWN: [&str; 51] = [
+const KNOWN: [&str; 52] = [
     "tc.loguniform",
     "tc.blockwise8",
     "tc.cluster",
@@ -56,6 +56,7 @@ const KNOWN: [&str; 51] = [
     "master",
     "exp_avg",
     "exp_avg_sq",
+    "momentum",
     "low",
     "high",
     "rounding",
