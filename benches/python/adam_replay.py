@@ -42,7 +42,12 @@ TRAINERS = [
     Trainer("f16, loss scale 1024, 4 micro-batches", compute=F16, loss_scale=1024.0, batches=4),
     Trainer("f32 gradients", compute=F32),
     Trainer("f32 weights without a role of their own", reduce=None, weights="model"),
-    Trainer("SGD with momentum", optimizer="sgd"),
+    Trainer("SGD with momentum", optimizer="sgd", decay=0.0),
+    Trainer("SGD with momentum, fused", optimizer="sgd", decay=0.0, kernel="fused"),
+    Trainer("SGD with Nesterov momentum", optimizer="sgd", decay=0.0, nesterov=True),
+    Trainer("SGD with momentum 0.95 and dampening 0.1", optimizer="sgd", decay=0.0, momentum=0.95, dampening=0.1),
+    Trainer("SGD with momentum and weight decay 1e-4", optimizer="sgd", decay=1e-4),
+    Trainer("Muon for matrices, AdamW for embeddings and vectors", optimizer="muon"),
 ]
 ON_RANKS = [
     (2, Trainer("FSDP2, 2 ranks, reduced in bf16", reduce=BF16)),

@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 20] = [
+const CODECS: [(&str, &[&str]); 21] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -243,6 +243,7 @@ const CODECS: [(&str, &[&str]); 20] = [
     ("tc.replay", &["moment", "tokens", "bits"]),
     ("tc.gradient", &["gradient", "exponents", "lengths", "digits"]),
     ("tc.gradient", &["moment", "tokens", "bits"]),
+    ("tc.descent", &["step", "tokens", "bits"]),
 ];
 
 impl ChunkInput {
@@ -333,7 +334,7 @@ impl OwnPartners {
         };
         let half = if seed.len() % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
         let moment = |role, skip| (role, Dtype::F32, bytes(Dtype::F32, skip), bytes(Dtype::F32, skip + 4));
-        Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12)])
+        Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12), moment("momentum", 16)])
     }
 
     /// Borrows the partners in the form that codecs take.

@@ -56,7 +56,7 @@ fn partners_of(data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner> {
     let upper = |data: &[u8]| data.as_chunks::<4>().0.iter().flat_map(|unit| [unit[2], unit[3]]).collect();
     let base = base.unwrap_or(data);
     let moment = |role| OwnPartner(role, Dtype::F32, data.to_vec(), base.to_vec());
-    vec![OwnPartner("model", Dtype::Bf16, upper(data), upper(base)), moment("exp_avg"), moment("exp_avg_sq")]
+    vec![OwnPartner("model", Dtype::Bf16, upper(data), upper(base)), moment("exp_avg"), moment("exp_avg_sq"), moment("momentum")]
 }
 
 fn fail(message: impl Into<String>) -> Error {

@@ -11,11 +11,12 @@ use super::sketch::{Outcome, Sketch};
 use super::writer::{Entry, State, Store};
 use crate::failure::Failure;
 
-const VECTORS: [&str; 8] = [
+const VECTORS: [&str; 9] = [
     include_str!("vectors/partnered-1.0.toml"),
     include_str!("vectors/quantized-1.0.toml"),
     include_str!("vectors/magnitudes-1.0.toml"),
     include_str!("vectors/replay-1.0.toml"),
+    include_str!("vectors/descent-1.0.toml"),
     include_str!("vectors/gradient-1.0.toml"),
     include_str!("vectors/scaled-1.0.toml"),
     include_str!("vectors/kmeans-1.0.toml"),
@@ -24,7 +25,7 @@ const VECTORS: [&str; 8] = [
 ];
 
 /// All texts in the vectors.
-const KNOWN: [&str; 52] = [
+const KNOWN: [&str; 53] = [
     "tc.loguniform",
     "tc.blockwise8",
     "tc.cluster",
@@ -48,6 +49,7 @@ const KNOWN: [&str; 52] = [
     "tc.remainder",
     "tc.predict",
     "tc.replay",
+    "tc.descent",
     "tc.gradient",
     "gradient",
     "lengths",

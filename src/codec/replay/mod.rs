@@ -15,7 +15,7 @@
 //! alone; see `search`. All chunks of a parameter group share them, so the codec remembers the last ones that it found
 //! and tries those first. They decide how many bytes a chunk takes, never what it decodes to.
 
-mod search;
+pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
