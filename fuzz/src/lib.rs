@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 23] = [
+const CODECS: [(&str, &[&str]); 24] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -246,6 +246,7 @@ const CODECS: [(&str, &[&str]); 23] = [
     ("tc.joint", &["gradient", "exponents", "lengths", "digits"]),
     ("tc.joint", &["moment", "tokens", "bits"]),
     ("tc.joint", &["step", "tokens", "bits"]),
+    ("tc.descent", &["step", "tokens", "bits"]),
 ];
 
 impl ChunkInput {
@@ -336,7 +337,7 @@ impl OwnPartners {
         };
         let half = if seed.len() % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
         let moment = |role, skip| (role, Dtype::F32, bytes(Dtype::F32, skip), bytes(Dtype::F32, skip + 4));
-        Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12)])
+        Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12), moment("momentum", 16)])
     }
 
     /// Borrows the partners in the form that codecs take.

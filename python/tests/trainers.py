@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Trainer:
     betas: tuple[float, float] = (0.9, 0.95)
     # Types in which the first and the second moments are stored, as Megatron's precision-aware optimizer does.
     moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    # Of matrices; only they decay.
+    decay: float = 0.1
+    # Options of SGD, beside its learning rate.
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
     # Type that ranks add up gradients in; None for one rank without FSDP2.
     reduce: torch.dtype | None = None
     # Role of the f32 weights.
@@ -105,17 +112,28 @@ class RoundedAdamW(torch.optim.Optimizer):
         state["exp_avg_sq"].copy_(v)
 
 
+def _optimizers(trainer: Trainer, parameters: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """Returns one optimizer for all parameters, or Muon for the matrices of the blocks and AdamW for the others."""
+    if trainer.optimizer == "muon":
+        matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and name.startswith("blocks.")}
+        others = {name: p for name, p in parameters.items() if name not in matrices}
+        muon = torch.optim.Muon(list(matrices.values()), lr=0.01, weight_decay=trainer.decay)
+        return [muon, *_optimizers(dataclasses.replace(trainer, optimizer="adamw"), others)]
+    return [_optimizer(trainer, parameters)]
+
+
 def _optimizer(trainer: Trainer, parameters: dict[str, Any]) -> torch.optim.Optimizer:
     flags = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "te": {}}[trainer.kernel]
     matrices = [p for p in parameters.values() if p.dim() > 1]
     others = [p for p in parameters.values() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": trainer.decay}, {"params": others, "weight_decay": 0.0}]
     if trainer.groups == 1:
-        groups = [{"params": matrices + others, "weight_decay": 0.1}]
+        groups = [{"params": matrices + others, "weight_decay": trainer.decay}]
     if trainer.moments != (torch.float32, torch.float32):
         return RoundedAdamW(groups, lr=6e-4, betas=trainer.betas, moments=trainer.moments, divides=trainer.kernel == "te")
     if trainer.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, **flags)
+        options = {"momentum": trainer.momentum, "dampening": trainer.dampening, "nesterov": trainer.nesterov}
+        return torch.optim.SGD(groups, lr=0.05, **options, **flags)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[trainer.optimizer]
     if trainer.optimizer == "adam":
         # Adam's decay is part of the gradient; few use it.
@@ -179,7 +197,7 @@ def train(
     else:
         masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
         model.to(trainer.compute)
-    optimizer = _optimizer(trainer, masters)
+    optimizers = _optimizers(trainer, masters)
     text, generator = _text(), torch.Generator().manual_seed(1 + rank)
 
     def backward() -> None:
@@ -218,7 +236,7 @@ def train(
         if trainer.compute != torch.float32 and trainer.weights == "master":
             found["model"] = {name: p.to(trainer.compute) for name, p in whole.items()}
         for key, role in MOMENTS.items():
-            moments = {name: optimizer.state[p][key] for name, p in masters.items() if key in optimizer.state[p]}
+            moments = {name: o.state[p][key] for o in optimizers for name, p in masters.items() if key in o.state.get(p, {})}
             if moments:
                 found[role] = {name: _whole(moment) for name, moment in moments.items()}
         return found
@@ -229,8 +247,9 @@ def train(
             together = [masters.values()] if not trainer.clip_each else [[p] for p in masters.values()]
             for parameters in together:
                 nn.utils.clip_grad_norm_(parameters, trainer.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if trainer.reduce is None and trainer.compute != torch.float32:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -225,22 +225,43 @@ fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>
         LevelEstimate { bytes, work }
     };
     let levels = Some(LEVELS.map(level));
-    let raw = || Ok(Best { codec: &Raw, encoded: Raw.encode(chunk)?, by, levels });
-    let chosen = best(wanted.objective, &candidates).map(|best| best.codec);
-    let Some(codec) = chosen.filter(|codec| codec.id() != Raw::ID) else { return raw() };
-    let encoded = match (given.filter(|given| given.codec.id() == codec.id()), tried.filter(|(tried, _)| tried.id() == codec.id())) {
-        (Some(given), _) => given.encoded.clone(),
-        (None, Some((_, encoded))) => encoded,
-        (None, None) => codec.encode(chunk)?,
-    };
-    // An estimate may have been too low.
-    if pays(codec, chunk, &encoded.sizes()) { Ok(Best { codec, encoded, by, levels }) } else { raw() }
+    let least_of = |codec: &dyn Codec, encoded: &Encoded| cost(&encoded.sizes()).saturating_sub(codec.saved_elsewhere(chunk));
+    let mut chosen: Option<(&dyn Codec, Encoded)> = None;
+    for codec in finalists(wanted.objective, &candidates) {
+        let encoded = match (given.filter(|given| given.codec.id() == codec.id()), tried.take_if(|(tried, _)| tried.id() == codec.id())) {
+            (Some(given), _) => given.encoded.clone(),
+            (None, Some((_, encoded))) => encoded,
+            (None, None) => codec.encode(chunk)?,
+        };
+        if chosen.as_ref().is_none_or(|(known, least)| least_of(codec, &encoded) < least_of(*known, least)) {
+            chosen = Some((codec, encoded));
+        }
+    }
+    match chosen {
+        // An estimate may have been too low.
+        Some((codec, encoded)) if pays(codec, chunk, &encoded.sizes()) => Ok(Best { codec, encoded, by, levels }),
+        _ => Ok(Best { codec: &Raw, encoded: Raw.encode(chunk)?, by, levels }),
+    }
 }
 
 /// Whether a chunk of these pages takes no more than raw, without what it saves in chunks of its partners.
 fn pays(codec: &dyn Codec, chunk: &Chunk<'_>, sizes: &[u64]) -> bool {
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     cost(sizes) <= raw_bytes || cost(sizes).saturating_sub(codec.saved_elsewhere(chunk)) <= raw_bytes
+}
+
+/// Returns the codec of the highest score. Without a weight for speed, returns all codecs that may take the fewest bytes, because
+/// codecs often differ by less than an estimate is off; among them is the choice of the default objective.
+fn finalists<'r>(objective: Objective, candidates: &[Estimate<'r>]) -> Vec<&'r dyn Codec> {
+    let best = |objective| best(objective, candidates).map(|best| best.codec);
+    if objective.speed > 0 {
+        return best(objective).into_iter().collect();
+    }
+    let least = candidates.iter().map(|candidate| candidate.measures.bytes).min().unwrap_or(0);
+    let near = candidates.iter().filter(|candidate| candidate.measures.bytes <= least.saturating_add(least / 16 + 128));
+    let mut found: Vec<&dyn Codec> = near.map(|candidate| candidate.codec).collect();
+    found.extend(best(Objective::BALANCED).filter(|codec| found.iter().all(|known| known.id() != codec.id())));
+    found
 }
 
 /// Encodes a chunk with the assigned codec; `None` if this codec cannot encode it. A lossy codec encodes only the chunks
@@ -413,4 +434,60 @@ pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Opti
     let raw = cost(&[chunk.data.len() as u64]).min(given.map_or(u64::MAX, |given| cost(&given.encoded.sizes())));
     let codecs = registry.iter().filter(|codec| codec.is_lossless());
     codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?).saturating_sub(codec.saved_elsewhere(chunk)))).fold(raw, u64::min)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::{EncodeCheck, encode_chunk};
+    use crate::codec::{Chunk, Codec, Columns, Cost, Encoded, Objective, Registry};
+    use crate::{Dtype, Result};
+
+    /// A codec whose estimate is wrong.
+    #[derive(Debug)]
+    struct Mistaken {
+        id: &'static str,
+        estimated: u64,
+        encoded: usize,
+    }
+
+    impl Codec for Mistaken {
+        fn id(&self) -> &str {
+            self.id
+        }
+
+        fn cost(&self) -> Cost {
+            Cost { encode: 1.0, decode: 1.0 }
+        }
+
+        fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
+            element_count.saturating_mul(8)
+        }
+
+        fn estimate(&self, _: &Chunk<'_>) -> Option<Vec<u64>> {
+            Some(vec![self.estimated])
+        }
+
+        fn encode(&self, _: &Chunk<'_>) -> Result<Encoded> {
+            Ok(Encoded { uses_base: false, columns: vec![("values", vec![0; self.encoded])] })
+        }
+
+        fn decode(&self, _: &Columns<'_>, _: &mut [u8]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_smallest_result_is_chosen_among_close_estimates() {
+        let codecs = [("x.a", 1000, 3000), ("x.b", 1050, 1100), ("x.c", 2000, 10)];
+        let registry = codecs.into_iter().fold(Registry::default().only("tc.raw").unwrap(), |registry, (id, estimated, encoded)| {
+            registry.with(Arc::new(Mistaken { id, estimated, encoded })).unwrap()
+        });
+        let data = vec![1; 8000];
+        for (objective, expected) in [(Objective::SMALLEST, "x.b"), (Objective::BALANCED, "x.a")] {
+            let encoded = encode_chunk(&registry, objective, &Chunk::new(Dtype::F32, 2000, &data), EncodeCheck::Skip).unwrap();
+            assert_eq!(encoded.codec.unwrap().id, expected);
+        }
+    }
 }

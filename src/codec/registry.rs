@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{
-    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need, Ordered,
+    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Descent, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need, Ordered,
     Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
 };
 use crate::{Error, Result};
@@ -44,6 +44,7 @@ impl Default for Registry {
             Arc::new(Remainder),
             Arc::new(Predict),
             Arc::new(Replay::default()),
+            Arc::new(Descent::default()),
             Arc::new(Gradient::default()),
             Arc::new(Joint::default()),
         ] {

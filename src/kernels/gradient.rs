@@ -2,7 +2,8 @@
 //!
 //! The first moments of two steps give the gradient to about 20 bits. A gradient that was computed in 16-bit numbers,
 //! added up a few times and clipped by one factor is a short number times that factor. So the shortest quotient within
-//! the interval that rounding leaves open is nearly always the true one.
+//! the interval that rounding leaves open is nearly always the true one. Its middle follows from decay and weight: a moving
+//! average keeps what it does not take from the gradient, a sum keeps any share.
 //!
 //! Worked example: the interval 0.7109 to 0.7130 is 0.10110101111... to 0.10110110100... in binary. The numbers first
 //! differ at the seventh digit; cutting the upper one behind it gives 0.1011011, 0.7109375, the shortest number inside.
@@ -53,6 +54,11 @@ pub(crate) struct First {
 }
 
 impl First {
+    /// Whether the moment keeps another share than its weight leaves.
+    pub(crate) fn is_sum(self) -> bool {
+        (f64::from(self.decay) + f64::from(self.weight) - 1.0).abs() > 1e-6
+    }
+
     /// Returns the gradient of a quotient.
     #[inline(always)]
     pub(crate) fn gradient(self, quotient: f32) -> f32 {
@@ -71,6 +77,12 @@ pub(crate) const NONE: u32 = 0x7fc0_0000;
 pub(crate) fn shorten(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
     let _environment = DefaultEnvironment::enter();
     shorten_at(Level::best(), before, now, by, out);
+}
+
+/// Like [`shorten`], for moments that keep another share than their weight leaves, such as the momentum of SGD.
+pub(crate) fn shorten_sum(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
+    let _environment = DefaultEnvironment::enter();
+    shorten_sum_at(Level::best(), before, now, by, out);
 }
 
 /// Fills `out` with the first moments that quotients lead to.
@@ -133,6 +145,7 @@ fn count_near_any(numbers: &[f64], Near { inverse, grid, tolerance }: Near) -> u
 }
 
 with_fma!(fn shorten_at = shorten_any(before: &[u8], now: &[u8], by: First, out: &mut [u8]));
+with_fma!(fn shorten_sum_at = shorten_sum_any(before: &[u8], now: &[u8], by: First, out: &mut [u8]));
 with_fma!(fn blend_at = blend_any(before: &[u8], quotients: &[u8], by: First, out: &mut [u8]));
 with_fma!(fn square_at = square_any(second: &[u8], before: &[u8], now: &[u8], by: (First, Second), out: &mut [u8]));
 
@@ -157,16 +170,18 @@ pub(super) fn blended_number<const HARD: bool>(by: First, m: f32, g: f32) -> f32
 /// Widths of the interval, in rounding errors of the gradient beyond half an ulp of the moment, in the order of trial.
 const MARGINS: [f64; 6] = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0];
 
-/// Returns the shortest number within a margin of the quotient. It may have more than 24 bits; then it is rounded.
+/// Returns the shortest number within a margin of the quotient. It may have more than 24 bits; then it is rounded. The
+/// moment is a sum of any shares, or a moving average.
 #[inline(always)]
-fn candidate(m0: f32, m1: f32, inverses: [f64; 2], margin: f64) -> f32 {
+fn candidate<const SUM: bool>(m0: f32, m1: f32, decay: f64, inverses: [f64; 2], margin: f64) -> f32 {
     let [inverse_weight, inverse_clip] = inverses;
     let exponent = (m1.to_bits() >> 23 & 255).max(1);
     // Half an ulp of the moment is 2^(exponent - 151).
     let half = f64::from_bits(u64::from(exponent.wrapping_add(872)) << 52);
     let m0 = f64::from(m0);
-    let rest = (f64::from(m1) - m0) * inverse_weight;
-    let gradient = m0 + rest;
+    // What is rounded beside the gradient: the kept share, or the difference between gradient and moment.
+    let rest = if SUM { m0 * decay * inverse_weight } else { (f64::from(m1) - m0) * inverse_weight };
+    let gradient = if SUM { f64::from(m1) * inverse_weight - rest } else { m0 + rest };
     let error = max(gradient.abs(), rest.abs()) * (inverse_clip * (1.0 / 16_777_216.0));
     let width = max(half * (inverse_weight * inverse_clip) + margin * error, 0.0);
     let middle = gradient * inverse_clip;
@@ -211,19 +226,31 @@ fn inverses(by: First) -> [f64; 2] {
 fn shorten_any<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
     match (by.blend, by.scale) {
         // The usual form, in a loop of its own that the compiler turns into vectors.
-        (Blend::Fused, Scale::None) => shorten_by::<HARD>(before, now, First { blend: Blend::Fused, scale: Scale::None, ..by }, out),
-        _ => shorten_by::<HARD>(before, now, by, out),
+        (Blend::Fused, Scale::None) => shorten_by::<HARD, false>(before, now, First { blend: Blend::Fused, scale: Scale::None, ..by }, out),
+        _ => shorten_by::<HARD, false>(before, now, by, out),
+    }
+}
+
+#[inline(always)]
+fn shorten_sum_any<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
+    match (by.blend, by.scale) {
+        // As above.
+        (Blend::FusedGradient, Scale::None) => {
+            shorten_by::<HARD, true>(before, now, First { blend: Blend::FusedGradient, scale: Scale::None, ..by }, out)
+        }
+        _ => shorten_by::<HARD, true>(before, now, by, out),
     }
 }
 
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-fn shorten_by<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
+fn shorten_by<const HARD: bool, const SUM: bool>(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
+    let decay = f64::from(by.decay);
     let inverses = inverses(by);
     let units = || before.as_chunks::<4>().0.iter().zip(now.as_chunks::<4>().0);
     for ((&before, &now), out) in units().zip(out.as_chunks_mut::<4>().0) {
         let (m0, m1) = (number(before), number(now));
-        let quotient = candidate(m0, m1, inverses, MARGINS[0]);
+        let quotient = candidate::<SUM>(m0, m1, decay, inverses, MARGINS[0]);
         let found = blended::<HARD>(by, m0, by.gradient(quotient)) == now;
         *out = if found { quotient.to_le_bytes() } else { NONE.to_le_bytes() };
     }
@@ -233,7 +260,7 @@ fn shorten_by<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut 
         }
         let (m0, m1) = (number(before), number(now));
         for margin in MARGINS.into_iter().skip(1) {
-            let quotient = candidate(m0, m1, inverses, margin);
+            let quotient = candidate::<SUM>(m0, m1, decay, inverses, margin);
             if blended::<HARD>(by, m0, by.gradient(quotient)) == now && !quotient.is_nan() {
                 *out = quotient.to_le_bytes();
                 break;
@@ -264,7 +291,9 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
 
 #[cfg(test)]
 mod tests {
-    use super::{Blend, First, Level, NONE, Near, Scale, Second, Square, blend_at, count_near_at, number, shorten_at, square_at};
+    use super::{
+        Blend, First, Level, NONE, Near, Scale, Second, Square, blend_at, count_near_at, number, shorten_at, shorten_sum_at, square_at,
+    };
     use crate::kernels::floats::{odd_numbers, to_bytes};
 
     #[test]
@@ -280,19 +309,18 @@ mod tests {
                 let [before, now, v] = [&before, &now, &v].map(|numbers| to_bytes(numbers));
                 let at = |level: Level| {
                     let (mut quotients, mut moments) = (vec![1; 4 * count], vec![2; 4 * count]);
+                    let mut of_sum = vec![3; 4 * count];
                     shorten_at(level, &before, &now, first, &mut quotients);
+                    shorten_sum_at(level, &before, &now, First { weight: 1.0, ..first }, &mut of_sum);
                     blend_at(level, &before, &quotients, first, &mut moments);
                     let mut squares = quotients.clone();
                     square_at(level, &v, &before, &now, (first, second), &mut squares);
                     // Which NaN stands for no quotient does not matter.
-                    let quotients: Vec<u32> = quotients
-                        .as_chunks::<4>()
-                        .0
-                        .iter()
-                        .map(|unit| number(*unit))
-                        .map(|x| if x.is_nan() { NONE } else { x.to_bits() })
-                        .collect();
-                    (quotients, moments, squares)
+                    let [quotients, of_sum] = [quotients, of_sum].map(|found| {
+                        let numbers = found.as_chunks::<4>().0.iter().map(|unit| number(*unit));
+                        numbers.map(|x| if x.is_nan() { NONE } else { x.to_bits() }).collect::<Vec<u32>>()
+                    });
+                    (quotients, of_sum, moments, squares)
                 };
                 let expected = at(Level::Scalar);
                 for level in Level::available() {

@@ -140,6 +140,8 @@ pub(crate) mod bits;
 pub(crate) mod bytes;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod clusters;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod descent;
 pub(crate) mod digits;
 #[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
 mod environment;

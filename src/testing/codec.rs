@@ -28,7 +28,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
                     (1..=element_count).take_while(|row| row * row <= element_count).filter(|row| element_count % row == 0).last();
                 let mut roles = vec![Chunk { row_elements: row_elements.unwrap_or(0), ..chunk }, chunk];
                 if matches!(dtype, Dtype::F32 | Dtype::Bf16) {
-                    roles.extend(["exp_avg", "exp_avg_sq", "master"].map(|role| Chunk { role, partners: &partners, ..chunk }));
+                    roles.extend(["exp_avg", "exp_avg_sq", "momentum", "master"].map(|role| Chunk { role, partners: &partners, ..chunk }));
                 }
                 // Chunks that a codec encodes to the same columns share one round of damages.
                 let mut damaged = Vec::new();
@@ -65,7 +65,7 @@ fn partners_of(dtype: Dtype, data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner
     let base = base.unwrap_or(data);
     let moment = |role, gradient| OwnPartner(role, dtype, data.to_vec(), base.to_vec(), gradient);
     let model = OwnPartner("model", Dtype::Bf16, upper(data), upper(base), None);
-    vec![model, moment("exp_avg", Some(gradient)), moment("exp_avg_sq", None)]
+    vec![model, moment("exp_avg", Some(gradient)), moment("exp_avg_sq", None), moment("momentum", None)]
 }
 
 fn fail(message: impl Into<String>) -> Error {

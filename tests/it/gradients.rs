@@ -53,14 +53,20 @@ impl Trainer {
     /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
     fn train(&mut self, batches: usize) {
         self.step += 1;
-        let clip = 0.3 + self.random.next().abs();
-        for i in 0..COUNT {
-            let size = self.size * 2f32.powi(i as i32 % 12 - 6);
-            let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
-            let gradient = if batches == 0 { self.random.next() * size } else { sum / batches as f32 } * clip;
+        for (i, gradient) in self.gradients(batches).into_iter().enumerate() {
             self.update(i, gradient);
         }
         self.round();
+    }
+
+    fn gradients(&mut self, batches: usize) -> Vec<f32> {
+        let clip = 0.3 + self.random.next().abs();
+        let gradient = |i: usize| {
+            let size = self.size * 2f32.powi(i as i32 % 12 - 6);
+            let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
+            if batches == 0 { self.random.next() * size * clip } else { sum / batches as f32 * clip }
+        };
+        (0..COUNT).map(gradient).collect()
     }
 
     fn update(&mut self, i: usize, g: f32) {
@@ -204,6 +210,74 @@ async fn moments_of_16_bits_are_stored_as_gradients_and_restored_bit_by_bit() {
                 let width = dtype.bits() as usize / 8;
                 let rows = snapshot.read(name, &Slice::rows(3..5)).await.unwrap();
                 assert!(rows.data == data[600 * width..1000 * width], "{kernel:?}, {batches}, step {step}, {name}");
+
+/// Momenta of SGD and Muon: their decays, and their weights.
+const MOMENTA: [(f32, f32); 4] = [(0.9, 1.0), (0.99, 1.0), (0.9, 0.1), (0.95, 0.05)];
+
+#[tokio::test]
+async fn a_chain_of_momenta_is_stored_as_gradients_and_restored_bit_by_bit() {
+    for ((decay, weight), (batches, most_bits)) in MOMENTA.into_iter().flat_map(|kind| [(1, 14.0), (4, 17.5)].map(|case| (kind, case))) {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        let (mut trainer, mut momentum) = (Trainer::new(Kernel::Processor, 1e-3), vec![0.0f32; COUNT]);
+        let mut states = Vec::new();
+        for step in 0..24 {
+            let gradients = trainer.gradients(batches);
+            for (m, g) in momentum.iter_mut().zip(gradients) {
+                *m = if weight == 1.0 { g.mul_add(weight, *m * decay) } else { weight.mul_add(g - *m, *m) };
+            }
+            if step < 8 {
+                continue;
+            }
+            let state: Vec<u8> = momentum.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let view = TensorView::new("optimizer.state.w.momentum_buffer", Dtype::F32, &[100, 200], &state).unwrap();
+            let saved = writer.save(step, &[view], &[], &Metadata::default()).await.unwrap();
+            if step > 8 {
+                assert!(saved.chunks.contains_key("tc.gradient"), "{decay}, {weight}, {batches}, step {step}: {:?}", saved.chunks);
+                let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
+                assert!(bits < most_bits, "{decay}, {weight}, {batches}, step {step}: {bits} bits");
+            }
+            states.push((step, state));
+        }
+        for (step, state) in states {
+            let snapshot = store.snapshot(step).await.unwrap();
+            let read = snapshot.read("optimizer.state.w.momentum_buffer", &Slice::all()).await.unwrap();
+            assert!(read.data == state, "{decay}, {weight}, {batches}, step {step}");
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+    }
+}
+
+#[tokio::test]
+async fn a_chain_of_descents_is_replayed_and_restored_bit_by_bit() {
+    for (nesterov, decay) in [(false, 1.0f32), (true, 1.0), (false, 0.9995)] {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
+        let (mut weights, mut momentum) = (trainer.master.clone(), vec![0.0f32; COUNT]);
+        let mut states = Vec::new();
+        for step in 0..12 {
+            for ((w, m), g) in weights.iter_mut().zip(&mut momentum).zip(trainer.gradients(1)) {
+                *m = g.mul_add(1.0, *m * 0.9);
+                let direction = if nesterov { 0.9f32.mul_add(*m, g) } else { *m };
+                *w = (-0.05f32).mul_add(direction, *w * decay);
+            }
+            let state = [("master.w", &weights), ("momentum.w", &momentum)]
+                .map(|(name, numbers)| (name, numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>()));
+            let views: Vec<TensorView<'_>> =
+                state.iter().map(|(name, data)| TensorView::new(*name, Dtype::F32, &[100, 200], data).unwrap()).collect();
+            let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
+            if step > 2 {
+                assert!(saved.chunks.contains_key("tc.descent"), "{nesterov}, {decay}, step {step}: {:?}", saved.chunks);
+                let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
+                assert!(bits < 15.0, "{nesterov}, {decay}, step {step}: {bits} bits");
+            }
+            states.push((step, state));
+        }
+        for (step, state) in states {
+            let snapshot = store.snapshot(step).await.unwrap();
+            for (name, data) in state {
+                assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == data, "{nesterov}, {decay}, step {step}, {name}");
             }
         }
         assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());

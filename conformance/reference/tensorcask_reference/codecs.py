@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import gradient, joint, replay
+from . import descent, gradient, joint, replay
 from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
@@ -260,6 +260,13 @@ def _replay(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, firs
     return _ordered(dtype, n, columns[1:], replayed)
 
 
+def _descent(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, momentum: Partner) -> Bytes:
+    assert base is not None
+    if dtype.name != "f32" or momentum[0].name != "f32" or momentum[2] is None:
+        raise corrupt("descent 1", f"{dtype.name} or the partner is not f32")
+    return _ordered(dtype, n, columns[1:], descent.step(columns[0], base, momentum[1], momentum[2]))
+
+
 def _gradient(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, first: Partner | None = None) -> Bytes:
     assert base is not None
     if dtype.name != "f32" or (first and first[0].name != "f32"):
@@ -388,9 +395,13 @@ CODECS: dict[tuple[str, int], Codec] = {
         needs={role: ("exp_avg", "exp_avg_sq") for role in ("master", "model")} | {"exp_avg_sq": ("exp_avg",)},
         now_only=frozenset({"master", "model"}), dtypes=frozenset({"f32"}),
     ),
+    ("tc.descent", 1): Codec(
+        frozenset({"delta"}), ("step", "tokens", "bits"), _descent, needs={role: ("momentum",) for role in ("master", "model")},
+        dtypes=frozenset({"f32"}),
+    ),
     ("tc.gradient", 1): Codec(
         frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=(("moment", "tokens", "bits"),),
-        needs={"exp_avg": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
+        needs={"exp_avg": (), "momentum": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
     ("tc.joint", 1): Codec(
         frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _joint,

@@ -16,6 +16,7 @@ const VECTORS: [&str; 9] = [
     include_str!("vectors/quantized-1.0.toml"),
     include_str!("vectors/magnitudes-1.0.toml"),
     include_str!("vectors/replay-1.0.toml"),
+    include_str!("vectors/descent-1.0.toml"),
     include_str!("vectors/gradient-1.0.toml"),
     include_str!("vectors/scaled-1.0.toml"),
     include_str!("vectors/joint-1.0.toml"),
@@ -25,7 +26,7 @@ const VECTORS: [&str; 9] = [
 ];
 
 /// All texts in the vectors.
-const KNOWN: [&str; 52] = [
+const KNOWN: [&str; 54] = [
     "tc.loguniform",
     "tc.blockwise8",
     "tc.cluster",
@@ -49,6 +50,7 @@ const KNOWN: [&str; 52] = [
     "tc.remainder",
     "tc.predict",
     "tc.replay",
+    "tc.descent",
     "tc.gradient",
     "tc.joint",
     "gradient",
@@ -58,6 +60,7 @@ const KNOWN: [&str; 52] = [
     "master",
     "exp_avg",
     "exp_avg_sq",
+    "momentum",
     "low",
     "high",
     "rounding",

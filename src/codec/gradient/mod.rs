@@ -1,8 +1,9 @@
-//! `tc.gradient`: a first moment as the gradient that led to it, and a second moment replayed with that gradient.
+//! `tc.gradient`: a first moment or a momentum as the gradient that led to it, and a second moment replayed with that
+//! gradient.
 //!
 //! Spec:   spec/codecs/gradient.md
 //! Input:  n f32 and n f32 of the base; for a second moment, the first moment in both snapshots
-//! Output: of a first moment, the form of the step, and per element exponent, length and bits of the gradient; of a
+//! Output: of a first moment or a momentum, the form of the step, and per element exponent, length and bits of the gradient; of a
 //!         second moment, the form of both steps, and the columns of `tc.ordered` with the replayed elements as base
 //! Errors: `Corrupt` if exponents, lengths and bits disagree, or for an unknown form; the errors of `tc.ordered`
 //! Cost:   a search of about 30 operations in binary64 per element, and the coders
@@ -30,9 +31,9 @@ use crate::kernels::replay::Square;
 use crate::spare::{self, Spare};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
-use search::Search;
+use search::{Kind, Search};
 
-/// Stores a first moment as a gradient, and a second moment as what that gradient leaves over.
+/// Stores a first moment or a momentum as a gradient, and a second moment as what that gradient leaves over.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Gradient}};
@@ -50,9 +51,12 @@ use search::Search;
 #[derive(Debug, Default)]
 pub struct Gradient {
     search: Mutex<Search>,
+    /// Of momenta: an optimizer that has them uses other decays, and beside it another may have both moments.
+    momenta: Mutex<Search>,
 }
 
 const FIRST: &str = "exp_avg";
+const MOMENTUM: &str = "momentum";
 const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
 pub(super) const COLUMNS_OF_FIRST: [&str; 4] = ["gradient", "exponents", "lengths", "digits"];
@@ -103,10 +107,16 @@ fn base_of<'a>(chunk: &Chunk<'a>) -> Option<&'a [u8]> {
     chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)
 }
 
+/// Fills `out` with the shortest gradients.
+fn shorten(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
+    if by.is_sum() { kernel::shorten_sum(before, now, by, out) } else { kernel::shorten(before, now, by, out) }
+}
+
 impl Gradient {
-    /// The step of first moments. `None` if their gradients are not short.
-    fn first(&self, before: &[u8], now: &[u8]) -> Option<First> {
-        self.search.lock().unwrap_or_else(PoisonError::into_inner).first(before, now)
+    /// The step of first moments or momenta. `None` if their gradients are not short.
+    fn first(&self, chunk: &Chunk<'_>, before: &[u8]) -> Option<First> {
+        let (search, kind) = if chunk.role == MOMENTUM { (&self.momenta, Kind::Momentum) } else { (&self.search, Kind::First) };
+        search.lock().unwrap_or_else(PoisonError::into_inner).first(kind, before, chunk.data)
     }
 
     /// Both steps of second moments, and the percentage of elements that they give exactly.
@@ -116,18 +126,18 @@ impl Gradient {
 
     fn estimate_first(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let base = base_of(chunk)?;
-        let by = self.first(base, chunk.data)?;
+        let by = self.first(chunk, base)?;
         let (before, now) = (sample(base, 4), sample(chunk.data, 4));
         let mut quotients = vec![0; now.len()];
-        kernel::shorten(&before, &now, by, &mut quotients);
+        shorten(&before, &now, by, &mut quotients);
         Some(estimate(chunk, exponents_of(Dtype::F32, &before), &quotients, &now))
     }
 
     fn encode_first(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let base = base_of(chunk).ok_or_else(unfit)?;
-        let by = self.first(base, chunk.data).unwrap_or(USUAL.0);
+        let by = self.first(chunk, base).unwrap_or(USUAL.0);
         let mut quotients = Spare::new(chunk.data.len(), "gradients")?;
-        kernel::shorten(base, chunk.data, by, &mut quotients);
+        shorten(base, chunk.data, by, &mut quotients);
         encode(exponents_of(Dtype::F32, base), by, &quotients, chunk.data)
     }
 
@@ -275,7 +285,7 @@ impl Codec for Gradient {
     }
 
     fn supports(&self, dtype: Dtype, role: &str) -> bool {
-        dtype == Dtype::F32 && [FIRST, SECOND].contains(&role)
+        dtype == Dtype::F32 && [FIRST, MOMENTUM, SECOND].contains(&role)
     }
 
     fn base_use(&self) -> BaseUse {
@@ -303,14 +313,14 @@ impl Codec for Gradient {
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         match chunk.role {
-            FIRST => self.estimate_first(chunk),
+            FIRST | MOMENTUM => self.estimate_first(chunk),
             SECOND => self.estimate_second(chunk),
             _ => None,
         }
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        if chunk.role == FIRST { self.encode_first(chunk) } else { self.encode_second(chunk) }
+        if chunk.role == SECOND { self.encode_second(chunk) } else { self.encode_first(chunk) }
     }
 
     fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {

@@ -5,6 +5,8 @@
 //! quotient of a few precise elements is a proposal, and the proposal under which most of the other elements are close
 //! to short mantissas wins. Its neighbours are then compared by the mean length of the gradients that they give.
 //!
+//! A momentum is searched for both as a sum and as a moving average.
+//!
 //! A sum that was divided by 3 before it was clipped was rounded twice. With one factor for both, the true quotient gives
 //! many elements only nearly. So small odd divisors are tried too, and kept if they make gradients shorter.
 //!
@@ -17,11 +19,20 @@ use std::ops::Range;
 
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::residual::ONE_CLASS_PERCENT;
-use super::Squared;
+use super::{Squared, shorten};
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;
 use crate::kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};
 use crate::kernels::replay::Square;
+
+/// What a search knows of the optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Decay and weight of a first moment add up to 1.
+    First,
+    /// The weight of a momentum is that of a first moment, or 1.
+    Momentum,
+}
 
 /// Steps that were found last, the most recent first, and the pace of searches.
 #[derive(Debug, Default)]
@@ -66,7 +77,7 @@ const GAIN: f64 = 3.0;
 /// Returns the mean length of gradients, in bits.
 fn mean_length(before: &[u8], now: &[u8], by: First) -> f64 {
     let mut quotients = vec![0; now.len()];
-    kernel::shorten(before, now, by, &mut quotients);
+    shorten(before, now, by, &mut quotients);
     let length = |quotient: f32| match shape(quotient).1 {
         ESCAPE => 32.0,
         length => f64::from(length),
@@ -88,13 +99,13 @@ impl Search {
         best.map(|(_, known)| known).filter(|known| is_short(&few_before, &few_now, *known))
     }
 
-    pub(super) fn first(&mut self, before: &[u8], now: &[u8]) -> Option<First> {
-        self.known(before, now).or_else(|| search_paced(&mut self.pace, &mut self.firsts, before, now))
+    pub(super) fn first(&mut self, kind: Kind, before: &[u8], now: &[u8]) -> Option<First> {
+        self.known(before, now).or_else(|| search_paced(&mut self.pace, &mut self.firsts, kind, before, now))
     }
 
     pub(super) fn second(&mut self, inputs: Squared<'_>, data: &[u8]) -> Option<(First, Second, usize)> {
         let known = self.known(inputs.before, inputs.now);
-        let first = known.or_else(|| search_paced(&mut self.pace, &mut self.firsts, inputs.before, inputs.now))?;
+        let first = known.or_else(|| search_paced(&mut self.pace, &mut self.firsts, Kind::First, inputs.before, inputs.now))?;
         let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, data].map(|data| glance(data, 64));
         let mut quotients = vec![0; now.len()];
         kernel::shorten(&before, &now, first, &mut quotients);
@@ -136,14 +147,26 @@ const LEAST_BYTES_TO_SEARCH: usize = 4 * 256;
 /// Usual first betas, the most usual first.
 const BETAS: [f64; 5] = [0.9, 0.95, 0.8, 0.98, 0.99];
 
+/// Usual decays of momenta, the most usual first.
+const DECAYS: [f64; 8] = [0.9, 0.95, 0.99, 0.8, 0.85, 0.98, 0.97, 0.5];
+
+/// Decays to try in a search, after so many failures.
+fn decays(kind: Kind, failures: usize) -> Vec<f64> {
+    let (usual, others) = match kind {
+        Kind::First => BETAS.split_at(1),
+        Kind::Momentum => DECAYS.split_at(2),
+    };
+    let other = others.get(failures % others.len().max(1));
+    usual.iter().chain(other).copied().collect()
+}
+
 /// Searches for a step, if it is time for a search, and remembers it.
-fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, before: &[u8], now: &[u8]) -> Option<First> {
+fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, kind: Kind, before: &[u8], now: &[u8]) -> Option<First> {
     if now.len() < LEAST_BYTES_TO_SEARCH || !pace.is_due() {
         return None;
     }
-    let [usual, others @ ..] = BETAS;
-    let other = others.get(pace.failures % others.len()).copied().unwrap_or(usual);
-    let Some(found) = search(&glance(before, 256), &glance(now, 256), [usual, other]) else {
+    let (before, now) = (glance(before, 256), glance(now, 256));
+    let Some(found) = search(kind, &before, &now, &decays(kind, pace.failures)) else {
         pace.fail();
         return None;
     };
@@ -153,29 +176,57 @@ fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, before: &[u8], now: &[
     Some(found)
 }
 
-fn search(before: &[u8], now: &[u8], betas: [f64; 2]) -> Option<First> {
-    for beta in betas {
-        let weight = (1.0 - beta) as f32;
-        let first = First { blend: Blend::Fused, decay: beta as f32, weight, scale: Scale::None, clip: 1.0 };
-        let (few_before, few_now) = (cut(before), cut(now));
-        let proposals = [Some(1.0), propose(before, now, f64::from(weight))];
-        for clip in proposals.into_iter().flatten() {
-            let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { neighbours(clip as f32, 8).collect() };
-            let forms = near.into_iter().map(|clip| First { clip, ..first });
-            let Some(best) = shortest(few_before, few_now, forms) else { continue };
-            // The other weight is some ulps away, and so is the factor that goes with it.
-            let most_ulps = if clip == 1.0 { 0 } else { 4 };
-            let forms = [weight, 1.0 - beta as f32].into_iter().flat_map(|weight| {
-                let clips = neighbours(best.clip * (first.weight / weight), most_ulps);
-                clips.flat_map(move |clip| Blend::ALL.map(|blend| First { blend, weight, clip, ..best }))
-            });
-            let Some(best) = shortest(few_before, few_now, forms) else { continue };
-            if is_short(few_before, few_now, best) {
-                return Some(divided(few_before, few_now, best));
-            }
+fn search(kind: Kind, before: &[u8], now: &[u8], decays: &[f64]) -> Option<First> {
+    for &decay in decays {
+        let proposed = propose(before, now, decay);
+        let mean = Average { decay, weight: 1.0 - decay, blends: &Blend::ALL };
+        let sums = WEIGHTS.map(|weight| Average { decay, weight, blends: &SUMS });
+        let averages = [mean].into_iter().chain(sums.into_iter().filter(|_| kind == Kind::Momentum));
+        let found = averages.filter_map(|average| {
+            let clips = [Some(1.0), proposed.map(|clip| mantissa(clip / average.weight) as f32)];
+            clips.into_iter().flatten().find_map(|clip| average.search(clip, before, now))
+        });
+        // A wrong weight makes gradients short, too, but not as short: it moves into the factor, and only rounding differs.
+        let best = shortest(cut(before), cut(now), found);
+        if best.is_some() {
+            return best;
         }
     }
     None
+}
+
+/// Weights of a momentum that is a sum: 1 less usual dampenings.
+const WEIGHTS: [f64; 4] = [1.0, 0.9, 0.5, 0.1];
+
+/// Decay and weight of a moment, and the blends that they are for, the most usual first.
+#[derive(Debug, Clone, Copy)]
+struct Average {
+    decay: f64,
+    weight: f64,
+    blends: &'static [Blend],
+}
+
+/// Blends of a moment whose weight is 1.
+const SUMS: [Blend; 3] = [Blend::FusedGradient, Blend::Sum, Blend::FusedDecay];
+
+impl Average {
+    /// Tries factors near this one, and all blends. `None` if that makes no gradients short.
+    fn search(self, clip: f32, before: &[u8], now: &[u8]) -> Option<First> {
+        let (decay, weight) = (self.decay as f32, self.weight as f32);
+        let first = First { blend: *self.blends.first()?, decay, weight, scale: Scale::None, clip };
+        let (before, now) = (cut(before), cut(now));
+        let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { neighbours(clip, 8).collect() };
+        let best = shortest(before, now, near.into_iter().map(|clip| First { clip, ..first }))?;
+        // The other weight is some ulps away, and so is the factor that goes with it.
+        let most_ulps = if clip == 1.0 { 0 } else { 4 };
+        let other_weight = if first.is_sum() { weight } else { 1.0 - decay };
+        let forms = [weight, other_weight].into_iter().flat_map(|weight| {
+            let clips = neighbours(best.clip * (first.weight / weight), most_ulps);
+            clips.flat_map(move |clip| self.blends.iter().map(move |blend| First { blend: *blend, weight, clip, ..best }))
+        });
+        let best = shortest(before, now, forms)?;
+        is_short(before, now, best).then(|| divided(before, now, best))
+    }
 }
 
 /// Returns the numbers at most so many ulps away.
@@ -224,14 +275,14 @@ const TOLERANCE: f64 = 7.6e-6;
 /// Share of votes beyond those of chance that a proposal needs.
 const LEAST_SCORE: f64 = 0.08;
 
-/// Proposes the mantissa of the clip factor.
-fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
+/// Proposes the mantissa of the clip factor, times the weight.
+fn propose(before: &[u8], now: &[u8], decay: f64) -> Option<f64> {
     let mut precise: Vec<(f64, f64)> = floats(before)
         .zip(floats(now))
         .map(|(m0, m1)| {
             let (m0, m1) = (f64::from(m0), f64::from(m1));
-            let gradient = (m0 + (m1 - m0) / weight).abs();
-            (m1.abs() / weight / gradient, gradient)
+            let gradient = (m1 - decay * m0).abs();
+            (m1.abs() / gradient, gradient)
         })
         .filter(|(error, gradient)| error.is_finite() && *gradient > f64::from(f32::MIN_POSITIVE) && gradient.is_finite() && *error > 0.0)
         .collect();

@@ -16,7 +16,7 @@ use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 
 /// Rules that were found last, the most recent first.
 #[derive(Debug)]
-pub(in super::super) struct Known<T> {
+pub(in crate::codec) struct Known<T> {
     rules: Vec<Match<T>>,
 }
 
@@ -28,18 +28,24 @@ impl<T> Default for Known<T> {
 
 /// A rule, and how many elements of a sample it gives exactly.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct Match<T> {
+pub(in crate::codec) struct Match<T> {
     pub rule: T,
     exact: usize,
     of: usize,
 }
 
 impl<T> Match<T> {
-    pub(in super::super) fn exact_percent(&self) -> usize {
+    /// Counts the elements that a rule gives exactly.
+    pub(in crate::codec) fn of(rule: T, replayed: &[u8], data: &[u8]) -> Self {
+        let exact = replayed.as_chunks::<4>().0.iter().zip(data.as_chunks::<4>().0).filter(|(a, b)| a == b).count();
+        Self { rule, exact, of: data.len() / 4 }
+    }
+
+    pub(in crate::codec) fn exact_percent(&self) -> usize {
         (100 * self.exact).checked_div(self.of).unwrap_or(100)
     }
 
-    fn or_better(self, other: Self) -> Self {
+    pub(in crate::codec) fn or_better(self, other: Self) -> Self {
         if other.exact > self.exact { other } else { self }
     }
 }
@@ -53,7 +59,7 @@ const REMEMBERED: usize = 8;
 impl<T: Copy + PartialEq> Known<T> {
     /// Returns the best of the known rules, if it does as well as where it was found. Otherwise searches, and remembers
     /// what it finds.
-    fn find(&mut self, count: impl Fn(T) -> Match<T>, search: impl FnOnce() -> Option<T>) -> Option<Match<T>> {
+    pub(in crate::codec) fn find(&mut self, count: impl Fn(T) -> Match<T>, search: impl FnOnce() -> Option<T>) -> Option<Match<T>> {
         let known = self.rules.iter().map(|known| (count(known.rule), known.exact_percent()));
         let best = known.reduce(|a, b| if b.0.exact > a.0.exact { b } else { a });
         if let Some((found, before)) = best
@@ -82,8 +88,7 @@ where
 {
     let mut out = vec![0; data.len()];
     inputs.replay(wrap(rule), &mut out);
-    let exact = out.as_chunks::<4>().0.iter().zip(data.as_chunks::<4>().0).filter(|(a, b)| a == b).count();
-    Match { rule, exact, of: data.len() / 4 }
+    Match::of(rule, &out, data)
 }
 
 /// Searches for the step of weights.
