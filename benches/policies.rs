@@ -3,6 +3,8 @@
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
+#[path = "../tests/it/common/training.rs"]
+mod training;
 
 use common::{Arguments, Owned, Table, bytes_of, median, report, seconds, synthetic};
 use serde_json::json;
@@ -29,6 +31,20 @@ fn main() {
         std::fs::remove_dir_all(&url).unwrap();
         result
     };
+
+    let mut trainings = Table::new(
+        "Policies over 16 steps of a simulated training, each saved: states of `tests/data` and what AdamW makes of them",
+        &["bases", "save / state", "largest read / that of a base", "longest restore / that of a base"],
+    );
+    for policy in [Policy::Full, Policy::Intermittent { every: 8 }, Policy::Consecutive, Policy::Adaptive] {
+        let found = save_training(policy, arguments.data().as_path(), bytes);
+        let [save, read, time] = [found.save, found.read, found.time];
+        trainings.row(
+            &format!("`{policy}`"),
+            vec![found.bases.to_string(), format!("{save:.3}"), format!("{read:.2}"), format!("{time:.2}")],
+            json!({ "bases": found.bases, "stored_per_state": save, "read_per_base": read, "seconds_per_base": time }),
+        );
+    }
 
     let title = format!(
         "Policies: {steps} steps of a state of {gigabytes:.2} GB; every step flips the lowest bit of a twentieth of the elements (synthetic)"
@@ -118,11 +134,53 @@ fn main() {
             json!({ "delta_bytes": delta.stored_bytes, "base_bytes": base.stored_bytes, "state_bytes": bytes_of(&later) }),
         );
     }
-    report("policies", &[policies, bases, ratios], arguments.json);
+    report("policies", &[trainings, policies, bases, ratios], arguments.json);
 }
 
 fn views(state: &[Owned]) -> Vec<TensorView<'_>> {
     state.iter().map(|tensor| TensorView::new(tensor.name.as_str(), tensor.dtype, &tensor.shape, &tensor.data).unwrap()).collect()
+}
+
+/// Costs of a policy in a training: of the average save as part of the state, and of the dearest restore in those of a base.
+struct Costs {
+    bases: usize,
+    save: f64,
+    read: f64,
+    time: f64,
+}
+
+/// Saves 16 steps, one after the other, and restores each.
+fn save_training(policy: Policy, data: &std::path::Path, bytes: u64) -> Costs {
+    const LAYER_BYTES: u64 = 14 * (256 * 256 + 5 * 256);
+    let mut training = training::Training::new(data, (bytes / LAYER_BYTES).max(1) as usize, 1);
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().join("run").to_str().unwrap().to_owned();
+    let open = || Store::with(StoreOptions { fsync: false, ..StoreOptions::default() }.open(&url).unwrap()).unwrap();
+    let mut writer = open().writer(policy).unwrap();
+    let (mut stored, mut total, mut bases, mut restores) = (0, 0, Vec::new(), Vec::new());
+    for step in 0..16u64 {
+        let state = training.state();
+        let saved = writer.save(step, &training::views(&state), &[], &Metadata::default()).unwrap();
+        (stored, total) = (stored + saved.stored_bytes, total + saved.tensor_bytes);
+        if saved.parent.is_none() {
+            bases.push(step as usize);
+        }
+        let (mut times, mut read) = (Vec::new(), 0);
+        for _ in 0..3 {
+            let store = open();
+            let snapshot = store.snapshot(step).unwrap();
+            let mut buffers: Vec<Vec<u8>> = state.iter().map(|(.., data)| vec![0; data.len()]).collect();
+            let items = state.iter().zip(&mut buffers).map(|((name, ..), out)| ReadRequest { name, slice: Slice::all(), out }).collect();
+            times.push(seconds(|| store.block_on(snapshot.read_many_into(items)).unwrap()).0);
+            assert!(state.iter().zip(&buffers).all(|((.., data), out)| data == out));
+            read = store.inner().io().bytes_read;
+        }
+        restores.push((read as f64, median(times)));
+        training.train();
+    }
+    let of_bases = |cost: fn(&(f64, f64)) -> f64| median(bases.iter().map(|&base| cost(&restores[base])).collect());
+    let most = |cost: fn(&(f64, f64)) -> f64| restores.iter().map(cost).fold(0.0, f64::max) / of_bases(cost);
+    Costs { bases: bases.len(), save: stored as f64 / total as f64, read: most(|found| found.0), time: most(|found| found.1) }
 }
 
 struct Found {

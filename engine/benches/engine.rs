@@ -372,9 +372,8 @@ mod linux {
                     user_seconds(agent) - before
                 };
                 save(0);
-                // Each delta is of one step: against the base, or against the step before.
-                let stride = if policy == Policy::Consecutive { 1 } else { 2 };
-                let deltas = (0..rounds as u64).map(|round| save(stride * round + 1)).collect();
+                // Each delta is of one step.
+                let deltas = (1..=rounds as u64).map(&mut save).collect();
                 let (cpu, private) = (median(deltas), private_bytes(agent) as f64 / size as f64);
                 let stored = host.status().0.saves.iter().rev().find_map(|save| save.bytes_out).unwrap_or(0) as f64 / size as f64;
                 let form = if keep_base_decoded { "decoded" } else { "encoded" };

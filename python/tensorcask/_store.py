@@ -123,7 +123,9 @@ class Store(Upkeep):
             state: State to save.
             step: Training step.
             policy: When to write a base instead of a delta: ``adaptive``, ``full``, ``one_shot``, ``consecutive``,
-                ``intermittent``, or ``intermittent:8`` for a base at every eighth save.
+                ``intermittent``, or ``intermittent:8`` for a base at every eighth save. ``adaptive`` makes the smaller of two
+                deltas, against the previous save or the last base, as long as a restore reads at most three times as
+                much as that of a base.
             user: Facts about the step, such as loss and tokens. They become columns of the catalog.
             metadata: Text that an export to safetensors carries.
             on_unsupported: What to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its

@@ -50,6 +50,25 @@ def test_a_loop_saves_deltas(url):
     assert snapshot.structure()[0] == {"w": snapshot.tensors()["w"], "step": 1}
 
 
+def test_the_default_policy_bounds_a_restore(url):
+    rng = np.random.default_rng(3)
+    state = {f"w{number}": rng.integers(0, 256, 1 << 17, dtype=np.uint8) for number in range(10)}
+    store, states, saves = tensorcask.Store(url), [], []
+    for step in range(10):
+        states.append(dict(state))
+        saves.append(store.save(state, step=step))
+        for number in range(4):
+            state[f"w{(number + 4 * step) % 10}"] = rng.integers(0, 256, 1 << 17, dtype=np.uint8)
+    # A base and four deltas of 0.4 take 2.6 bases; a fifth one would not fit into three.
+    assert [saved.kind for saved in saves] == ["base", "delta", "delta", "delta", "delta"] * 2
+    assert [saved.reason for saved in saves] == ["first", *["small_delta"] * 4, "large_chain", *["small_delta"] * 4]
+    infos = store.snapshots()
+    assert all(infos[step].parent == infos[step - 1].id for step in range(10) if step % 5)
+    for step, expected in enumerate(states):
+        found = tensorcask.load(url, step=step)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
 def test_statistics_are_those_of_numpy_and_find_a_nan(url):
     store = tensorcask.Store(url)
     random = np.random.default_rng(7)

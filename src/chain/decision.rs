@@ -15,6 +15,8 @@ pub enum DecisionReason {
     Jump,
     /// A base: a delta would be nearly as large.
     LargeDelta,
+    /// A base: with a delta, the chain to read would be larger than 3 bases.
+    LargeChain,
     /// A base: with the objective `auto`, a delta would be durable later.
     SlowDelta,
     /// A base: the chain that a delta would extend cannot be read.
@@ -23,7 +25,8 @@ pub enum DecisionReason {
     Policy,
     /// A delta: its estimate is at most 0.9 of a base.
     SmallDelta,
-    /// A delta: the adaptive policy had no sizes to compare, because the committing process has no tensors.
+    /// A delta: the adaptive policy had no sizes to compare, because no process has all tensors, and the snapshot before is a
+    /// base.
     NotEstimated,
 }
 
@@ -35,6 +38,7 @@ impl DecisionReason {
             Self::Interval => "interval",
             Self::Jump => "jump",
             Self::LargeDelta => "large_delta",
+            Self::LargeChain => "large_chain",
             Self::SlowDelta => "slow_delta",
             Self::BrokenParent => "broken_parent",
             Self::Policy => "policy",
@@ -44,22 +48,19 @@ impl DecisionReason {
     }
 }
 
-/// Estimated size of a save, from a sample of its chunks.
+/// Estimated size of a save, from a sample of its chunks. A save of many ranks has no sample: it takes the sizes of earlier
+/// snapshots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeltaEstimate {
     /// Size as a base.
     pub base_bytes: u64,
-    /// Size as a delta against the last base.
+    /// Size as a delta against the previous snapshot.
     pub delta_bytes: u64,
-    /// Number of chunks in the sample.
+    /// Size as a delta against the last base; `None` if that is the previous snapshot, or could hardly be smaller.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_base_delta_bytes: Option<u64>,
+    /// Number of chunks in the sample; 0 if the sizes are those of the last base and of the delta before.
     pub sampled_chunks: u64,
-}
-
-impl DeltaEstimate {
-    /// Returns whether a delta would save less than a tenth of a base.
-    pub(crate) fn is_too_large(&self) -> bool {
-        u128::from(self.delta_bytes) * 10 > u128::from(self.base_bytes) * 9
-    }
 }
 
 /// A policy's decision for a base or a delta.

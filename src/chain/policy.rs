@@ -1,7 +1,7 @@
 //! Policies: when to write a base, and which snapshot a delta refers to.
 
-use super::{DecisionReason, PolicyDecision, chain_of};
-use crate::commit::{LogState, SnapshotStatus};
+use super::{DecisionReason, DeltaEstimate, ParentChoice, ParentSizes, PolicyDecision, chain_of};
+use crate::commit::{LogState, SnapshotRecord, SnapshotStatus};
 use crate::wire::Id;
 use crate::{Error, Result};
 
@@ -20,8 +20,9 @@ pub enum Policy {
         /// Number of snapshots from one base to the next, at least 1.
         every: u64,
     },
-    /// A new base after a jump in steps, or when a delta is estimated at more than 0.9 of a base, and at least every 8th
-    /// snapshot; deltas against the last base.
+    /// Deltas against the previous snapshot or the last base, whichever is estimated to be smaller. A new base when a
+    /// delta would take more than 0.9 of a base, when its chain would take more than 3 bases, after a jump in steps, and
+    /// at least every 8th snapshot.
     #[default]
     Adaptive,
 }
@@ -71,8 +72,8 @@ impl Policy {
     }
 
     /// Returns the parent of a snapshot of `step` (`None` for a base) and the reason. Chooses a base if a delta would
-    /// exceed `max_depth` or its chain is broken. A caller that estimates sizes replaces
-    /// `NotEstimated`.
+    /// exceed `max_depth` or its chain is broken. For `Adaptive`, the parent is the previous snapshot; a caller that knows
+    /// sizes may replace it, and `NotEstimated`: see [`ParentChoice`](super::ParentChoice).
     pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, PolicyDecision) {
         let decision = |reason, since_base| PolicyDecision { reason, since_base, estimate: None };
         let Some(latest) = state.latest() else { return (None, decision(DecisionReason::First, 0)) };
@@ -92,10 +93,33 @@ impl Policy {
             Self::Consecutive if (chain.len() as u64) < max_depth => delta(latest.id, DecisionReason::Policy),
             Self::Intermittent { every } if since < every && max_depth >= 2 => delta(base.id, DecisionReason::Policy),
             Self::Adaptive if jumps(state, base.sequence, step) => (None, decision(DecisionReason::Jump, since)),
+            Self::Adaptive if since < EVERY && (chain.len() as u64) < max_depth => delta(latest.id, DecisionReason::NotEstimated),
             Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, DecisionReason::NotEstimated),
             _ => full,
         }
     }
+
+    /// Like [`decide`](Self::decide), for a state that no process has as a whole. `Adaptive` expects that a delta takes as
+    /// much as the one before. The summaries of the chain of the newest snapshot have the sizes.
+    pub(crate) fn decide_by_sizes(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, PolicyDecision) {
+        let (parent, mut decision) = self.decide(state, step, max_depth);
+        let Some(id) = parent.filter(|_| decision.reason == DecisionReason::NotEstimated) else { return (parent, decision) };
+        let chain = chain_of(state, id, max_depth).unwrap_or_default();
+        let Some((estimate, sizes)) = known_sizes(&chain) else { return (parent, decision) };
+        decision.estimate = Some(estimate);
+        match ParentChoice::of(estimate.base_bytes, sizes, None) {
+            ParentChoice::Base(reason) => (None, PolicyDecision { reason, ..decision }),
+            ParentChoice::Previous | ParentChoice::LastBase => (parent, PolicyDecision { reason: DecisionReason::SmallDelta, ..decision }),
+        }
+    }
+}
+
+/// Sizes of the base of a chain and of the newest delta; `None` while they are not known.
+fn known_sizes(chain: &[SnapshotRecord]) -> Option<(DeltaEstimate, ParentSizes)> {
+    let sizes: Vec<u64> = chain.iter().map(|link| Some(link.summary.as_ref()?.stored_bytes)).collect::<Option<_>>()?;
+    let [delta_bytes, .., base_bytes] = *sizes.as_slice() else { return None };
+    let estimate = DeltaEstimate { base_bytes, delta_bytes, last_base_delta_bytes: None, sampled_chunks: 0 };
+    Some((estimate, ParentSizes { chain_bytes: sizes.iter().copied().fold(0, u64::saturating_add), delta_bytes }))
 }
 
 /// Returns whether a step goes back, or much farther ahead than the previous step did.

@@ -255,8 +255,14 @@ impl Log {
 
     /// Fills in the summaries for listings, of all snapshots or only of some. Reads the manifests that no catalog has
     /// summarised. Snapshots whose manifests are damaged get no summary.
-    #[boxed]
     pub(crate) async fn summarise(&mut self, only: Option<&[Id]>) -> Result<Damaged> {
+        let store = self.store.clone();
+        self.summarise_from(&store, only).await
+    }
+
+    /// Does the same as [`summarise`](Self::summarise), with manifests that a mirror has.
+    #[boxed]
+    pub(crate) async fn summarise_from(&mut self, store: &Store, only: Option<&[Id]>) -> Result<Damaged> {
         let is_wanted = |record: &SnapshotRecord| only.is_none_or(|ids| ids.contains(&record.id));
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
@@ -266,7 +272,7 @@ impl Log {
             .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected && is_wanted(record))
             .map(|(at, record)| (at, record.clone()))
             .collect();
-        let (store, state) = (&self.store, &self.state);
+        let state = &self.state;
         let read = |(at, record): (usize, SnapshotRecord)| async move {
             let place = record.manifest_place();
             let known = place.inline_in.and_then(|sequence| Some((sequence, state.inline_entry(sequence)?)));

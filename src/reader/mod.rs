@@ -98,6 +98,11 @@ impl Snapshot {
         Ok(Self { chain: OpenChain::load(store, state, id).await? })
     }
 
+    /// Returns the base of the chain; `None` if the snapshot is a base. Shares what was read.
+    pub(crate) fn base_of_chain(&self) -> Option<Self> {
+        Some(Self { chain: self.chain.base()? })
+    }
+
     /// Returns the step.
     pub fn step(&self) -> u64 {
         self.chain.newest().record.step

@@ -200,6 +200,12 @@ impl OpenChain {
         self.links.iter().map(AsRef::as_ref)
     }
 
+    /// The chain of the base alone; `None` if there is no other link.
+    pub(crate) fn base(&self) -> Option<Self> {
+        let base = self.links.last().filter(|_| self.links.len() > 1)?;
+        Some(Self { store: self.store.clone(), links: vec![base.clone()], counts: Arc::default() })
+    }
+
     pub(crate) fn newest(&self) -> &Link {
         // A snapshot always has at least one link.
         &self.links[0].0

@@ -1,4 +1,5 @@
-//! The estimate of the adaptive policy: stored size of a state as a base and as a delta, from a sample of its chunks.
+//! The estimate of the adaptive policy: stored size of a state as a base and as a delta, from a sample of its chunks. The
+//! chunks of a parent that the base cache does not keep are read back from the store.
 //!
 //! The sample is the same for the same state.
 
@@ -7,20 +8,32 @@ use rayon::prelude::*;
 use super::base_cache::{BaseCache, BaseChunk};
 use super::base_chunks::base_chunks;
 use super::input::SaveInput;
+use super::layout::StateLayout;
+use super::parent::Parent;
+use super::pipeline::SavePipeline;
 use super::plan::{SavePlan, SaveShard};
 use super::schedule::{Unit, Window};
 use super::unit::PartnerLink;
 use super::window::WindowChunks;
-use crate::chain::DeltaEstimate;
+use crate::chain::{DeltaEstimate, ParentChoice, ParentSizes};
 use crate::codec::{Candidate, Chunk, Partner, estimate_chunk};
 use crate::{Result, boxed, parallel};
 
 /// Largest number of chunks in the sample, however large the state is.
 const SAMPLES: u64 = 48;
 
+/// Forms of a state whose sizes are estimated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Forms {
+    /// A base, and a delta.
+    Both,
+    /// A delta. The estimate of the base is 0.
+    Delta,
+}
+
 /// Estimates the stored size of a state from chunks at equal distances.
 #[boxed]
-pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<DeltaEstimate> {
+pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache, forms: Forms) -> Result<DeltaEstimate> {
     let plan = SavePlan::new(input)?;
     let window = sample(&plan);
     let chunks = WindowChunks::of(&plan, &window);
@@ -40,11 +53,13 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
         let given = rounded[index].given.as_ref();
         let assigned = input.assigned_codec(input.tensor(at));
         let estimate = |chunk: &Chunk<'_>, given: Option<&Candidate>| estimate_chunk(registry, chunk, given, assigned);
-        let absolute = estimate(&chunk, given.filter(|given| !given.encoded.uses_base));
+        let of_base = || estimate(&chunk, given.filter(|given| !given.encoded.uses_base));
+        let absolute = if forms == Forms::Both { of_base() } else { 0 };
         let delta = match (&bases[index], input.checkable_rows(at)?) {
             (Some(base), _) => estimate(&Chunk { base: Some(base), ..chunk }, given),
             (None, Some(rows)) => estimate(&Chunk { changed_rows: Some(&rows), ..chunk }, given),
-            (None, None) => absolute,
+            (None, None) if forms == Forms::Both => absolute,
+            (None, None) => of_base(),
         };
         Ok(ChunkSizes { decoded: chunk.data.len() as u64, absolute, delta })
     };
@@ -59,8 +74,33 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
     Ok(DeltaEstimate {
         base_bytes: scale(sum(|sizes| sizes.absolute)),
         delta_bytes: scale(sum(|sizes| sizes.delta)),
+        last_base_delta_bytes: None,
         sampled_chunks: sizes.len() as u64,
     })
+}
+
+impl SavePipeline {
+    /// Chooses the form of a state: a delta against the previous snapshot or its last base, or a base.
+    #[boxed]
+    pub(super) async fn choose_parent(
+        &self,
+        step: u64,
+        layout: &StateLayout<'_>,
+        previous: &Parent,
+    ) -> Result<(DeltaEstimate, ParentChoice)> {
+        let mut found = estimate(&self.input(step, layout, Some(previous)), &self.base, Forms::Both).await?;
+        let of_previous = ParentSizes { chain_bytes: previous.chain_bytes(), delta_bytes: found.delta_bytes };
+        let last_base = previous.last_base().filter(|_| !ParentChoice::is_clear(found.base_bytes, of_previous));
+        let of_last_base = match &last_base {
+            Some(last_base) => {
+                let delta = estimate(&self.input(step, layout, Some(last_base)), &self.base, Forms::Delta).await?;
+                found.last_base_delta_bytes = Some(delta.delta_bytes);
+                Some(ParentSizes { chain_bytes: last_base.chain_bytes(), delta_bytes: delta.delta_bytes })
+            }
+            None => None,
+        };
+        Ok((found, ParentChoice::of(found.base_bytes, of_previous, of_last_base)))
+    }
 }
 
 /// Sizes of a chunk, in bytes.

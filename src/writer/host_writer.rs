@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::WriterOptions;
 use super::parent::Parent;
-use super::ranks::{Rank, RankPart, Unreadable, open_parent, parts_are_refused};
+use super::ranks::{Rank, RankPart, Unreadable, decide_for_ranks, open_parent, parts_are_refused};
 use crate::chain::chain_of;
 use crate::commit::{
     Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, load_from, load_log, read_manifest, refuse_features, replace_from,
@@ -124,7 +124,7 @@ impl HostWriter {
     /// Chooses the parent of a step by the policy, and fixes it unless another host was faster; returns the fixed parent.
     pub async fn choose_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         self.catch_up().await?;
-        let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
+        let (parent, _) = decide_for_ranks(self.options.policy, &mut self.log, &self.store, at.step).await?;
         self.exchange.fix_parent(at, parent).await
     }
 
@@ -190,7 +190,7 @@ impl HostWriter {
     #[boxed]
     pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         self.cut_off().await?;
-        let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
+        let (parent, _) = decide_for_ranks(self.options.policy, &mut self.log, &self.memory, at.step).await?;
         match parent {
             Some(parent) if self.has_parent(parent).await? => Ok(Some(parent)),
             _ => Ok(None),

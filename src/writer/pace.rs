@@ -324,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_base_is_preferred_where_a_delta_takes_longer() {
-        let estimate = DeltaEstimate { base_bytes: 600, delta_bytes: 200, sampled_chunks: 1 };
+        let estimate = DeltaEstimate { base_bytes: 600, delta_bytes: 200, last_base_delta_bytes: None, sampled_chunks: 1 };
         let prefers_base = |base_seconds: u64, delta_seconds: u64| {
             let mut pace = Pace::default();
             assert!(!pace.prefers_base(1000, &estimate), "nothing is known");
@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn a_delta_is_tried_again_after_some_bases() {
-        let estimate = DeltaEstimate { base_bytes: 600, delta_bytes: 200, sampled_chunks: 1 };
+        let estimate = DeltaEstimate { base_bytes: 600, delta_bytes: 200, last_base_delta_bytes: None, sampled_chunks: 1 };
         let mut pace = Pace::default();
         record(&mut pace, SnapshotKind::Base, 5, 600);
         record(&mut pace, SnapshotKind::Delta, 20, 200);

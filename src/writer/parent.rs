@@ -33,6 +33,17 @@ impl Parent {
         Ok(Some(Self { snapshot }))
     }
 
+    /// The base of the parent's chain; `None` if the parent is a base itself.
+    pub(super) fn last_base(&self) -> Option<Self> {
+        let snapshot = self.snapshot.base_of_chain()?;
+        Some(Self { snapshot })
+    }
+
+    /// Stored size of the parent's chain, in bytes.
+    pub(super) fn chain_bytes(&self) -> u64 {
+        self.snapshot.chain.links().map(|link| link.manifest.stored_bytes()).fold(0, u64::saturating_add)
+    }
+
     /// Whether a save may write a base after this error of its parent: the parent is damaged, or beyond the limits of this
     /// writer, or encoded by a codec that this program lacks. A parent of a newer version ends the save instead: this version does
     /// not know what it must not do in such a store.

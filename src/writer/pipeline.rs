@@ -174,8 +174,8 @@ impl SavePipeline {
     pub(super) fn becomes_base(&self, parent: Option<&Parent>) -> bool {
         match self.options.policy {
             Policy::Full => false,
-            Policy::Consecutive => true,
-            Policy::OneShot | Policy::Adaptive => parent.is_none(),
+            Policy::Consecutive | Policy::Adaptive => true,
+            Policy::OneShot => parent.is_none(),
             Policy::Intermittent { every } => parent.is_none() && every > 1,
         }
     }

@@ -11,7 +11,7 @@ use super::changed_rows::NextRows;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
-use crate::chain::whole_microseconds;
+use crate::chain::{Policy, PolicyDecision, chain_of, whole_microseconds};
 use crate::commit::{Log, LogState, Standing, load_log, refuse_features};
 use crate::precision::PrecisionDecision;
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
@@ -74,8 +74,8 @@ enum StorePresence {
 
 impl Store {
     /// Opens a store for the saves of one rank. The coordinator must have opened the store for writing before. All
-    /// ranks use the same policy; `Adaptive` decides by steps and counts alone, because no rank knows the sizes of all
-    /// ranks. Several ranks cannot use a precision that [needs the whole state](crate::Precision::needs_whole_state).
+    /// ranks use the same policy; `Adaptive` decides by the sizes of the last snapshots, because no rank can estimate the size of
+    /// all shards. Several ranks cannot use a precision that [needs the whole state](crate::Precision::needs_whole_state).
     pub async fn rank_writer(&self, rank: Rank, options: WriterOptions) -> Result<RankWriter> {
         if rank.rank >= rank.world || rank.world > MAX_RANK {
             return Err(Error::invalid(format!("rank {} of {}: ranks count from 0 to world - 1", rank.rank, rank.world)));
@@ -93,8 +93,8 @@ impl RankWriter {
     /// the receipts of all ranks.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         let presence = self.catch_up().await?;
-        let pipeline = &self.part.pipeline;
-        let (parent, _) = pipeline.options.policy.decide(self.log.state(), step, pipeline.store.limits().max_chain_depth);
+        let policy = self.part.pipeline.options.policy;
+        let (parent, _) = decide_for_ranks(policy, &mut self.log, &self.part.pipeline.store, step).await?;
         let parent = parent.filter(|_| presence == StorePresence::Present);
         self.upload(step, parent, tensors, blobs).await
     }
@@ -248,6 +248,19 @@ pub(super) fn parts_are_refused(world: u32) -> Error {
         "the precision `auto` and settings with `sensitive` measure the whole state, but {world} ranks save parts of it; \
          use lossless, near or compact, or other settings"
     ))
+}
+
+/// Parent of the deltas of all ranks for a snapshot of `step`, by a policy and the sizes of earlier snapshots, so that all
+/// processes choose the same. `manifests` is the store, or a mirror of it.
+#[boxed]
+pub(super) async fn decide_for_ranks(policy: Policy, log: &mut Log, manifests: &Store, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
+    let max_depth = manifests.limits().max_chain_depth;
+    let newest = log.state().latest().map(|latest| latest.id).filter(|_| policy == Policy::Adaptive);
+    let chain = newest.and_then(|newest| chain_of(log.state(), newest, max_depth).ok()).unwrap_or_default();
+    let links: Vec<Id> = chain.iter().map(|link| link.id).collect();
+    // A damaged manifest has no size; opening the parent finds the damage.
+    let _damaged = log.summarise_from(manifests, Some(&links)).await?;
+    Ok(policy.decide_by_sizes(log.state(), step, max_depth))
 }
 
 /// Opens the parent of deltas; `None` if the log does not have it, or it cannot be read.

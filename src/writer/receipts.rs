@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use super::commit::{Commit, Prepared};
 use super::merged::Merged;
 use super::parent::Parent;
+use super::ranks::decide_for_ranks;
 use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
-use crate::chain::{DecisionReason, Policy, PreviousSave, SaveTimes, content_digests, milliseconds};
+use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, content_digests, milliseconds};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::precision::PrecisionDecision;
@@ -43,7 +44,7 @@ impl Writer {
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
         let begun = Instant::now();
         self.stopped.check()?;
-        let (parent, _) = self.decide(step).await?;
+        let (parent, _) = self.decide_for_ranks(step).await?;
         self.replaceable(step, &BTreeMap::new(), None).await?;
         self.begun = Some((step, begun));
         Ok(parent)
@@ -78,13 +79,13 @@ impl Writer {
         let led = self.leader.map(|leader| LedSession::new(self.log.store_file.run, leader));
         check_session(led, receipts)?;
         let store = self.pipeline.store.clone();
-        let (_, mut decision) = self.decide(step).await?;
+        let (_, mut decision) = self.decide_for_ranks(step).await?;
         let parent = self.common_parent(receipts).await?;
-        match (&parent, decision.reason) {
-            (None, DecisionReason::NotEstimated | DecisionReason::Policy) if self.pipeline.options.policy != Policy::Full => {
-                decision.reason = DecisionReason::BrokenParent
-            }
-            (Some(_), reason) if reason != DecisionReason::NotEstimated => decision.reason = DecisionReason::Policy,
+        let is_adaptive_delta = matches!(decision.reason, DecisionReason::NotEstimated | DecisionReason::SmallDelta);
+        let is_delta = is_adaptive_delta || decision.reason == DecisionReason::Policy;
+        match &parent {
+            None if is_delta && self.pipeline.options.policy != Policy::Full => decision.reason = DecisionReason::BrokenParent,
+            Some(_) if !is_adaptive_delta => decision.reason = DecisionReason::Policy,
             _ => {}
         }
 
@@ -138,6 +139,16 @@ impl Writer {
         let earlier = self.pipeline.options.recall.then_some((&self.pipeline.store, self.log.state()));
         saved.unchanged = self.unchanged.find(earlier, step, &merged.tensors(), &self.frozen).await;
         Ok(saved)
+    }
+
+    /// Parent of a snapshot of all ranks, by the policy, the current log and the sizes of earlier snapshots.
+    #[boxed]
+    async fn decide_for_ranks(&mut self, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
+        let decided = self.decide(step).await?;
+        if decided.1.reason != DecisionReason::NotEstimated {
+            return Ok(decided);
+        }
+        decide_for_ranks(self.pipeline.options.policy, &mut self.log, &self.pipeline.store, step).await
     }
 
     /// Opens the common parent of all deltas; `None` if no rank wrote a delta. A rank that wrote its shards whole

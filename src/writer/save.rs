@@ -6,12 +6,11 @@
 use std::time::Instant;
 
 use super::commit::{Commit, Prepared};
-use super::estimate::estimate;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::unchanged::ChunkCrcs;
 use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
-use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
+use crate::chain::{DecisionReason, DeltaEstimate, ParentChoice, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
 use crate::precision::PrecisionDecision;
@@ -95,28 +94,40 @@ impl Writer {
         Err(Error::new(ErrorKind::Conflict, message).object(self.pipeline.store.url()).source(cause))
     }
 
-    /// Gives up a delta that would save too little or take too long, or whose parent cannot be read. Only the adaptive policy estimates.
+    /// Chooses the better parent of a delta by estimated sizes. Gives up a delta that would save too little, make the chain
+    /// too large or take too long, or whose parent cannot be read. Only the adaptive policy estimates.
     #[boxed]
     async fn reconsider_delta(&mut self, request: &Request<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
         let &Request { step, layout, .. } = request;
-        let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
-        self.pipeline.choose_settings(step, layout, Some(base))?;
-        let is_auto = self.pipeline.options.objective == ObjectiveSetting::Auto;
-        match estimate(&self.pipeline.input(step, layout, Some(base)), &self.pipeline.base).await {
-            Ok(found) => {
-                decision.reason = match found.is_too_large() {
-                    true => DecisionReason::LargeDelta,
-                    false if is_auto && self.pipeline.pace.prefers_base(layout.tensor_bytes, &found) => DecisionReason::SlowDelta,
-                    false => DecisionReason::SmallDelta,
-                };
-                parent.take_if(|_| decision.reason != DecisionReason::SmallDelta);
-                decision.estimate = Some(found);
-            }
+        if self.pipeline.options.policy != Policy::Adaptive {
+            return Ok(());
+        }
+        let Some(previous) = parent.take() else { return Ok(()) };
+        self.pipeline.choose_settings(step, layout, Some(&previous))?;
+        let (found, choice) = match self.pipeline.choose_parent(step, layout, &previous).await {
+            Ok(chosen) => chosen,
             Err(error) if Parent::is_dispensable(&error) => {
                 tracing::warn!(%error, "no delta can be made; saving a base instead");
-                (*parent, decision.reason) = (None, DecisionReason::BrokenParent);
+                decision.reason = DecisionReason::BrokenParent;
+                return Ok(());
             }
             Err(error) => return Err(error),
+        };
+        decision.estimate = Some(found);
+        let (better, delta_bytes) = match choice {
+            ParentChoice::Base(reason) => {
+                decision.reason = reason;
+                return Ok(());
+            }
+            ParentChoice::Previous => (Some(previous), found.delta_bytes),
+            ParentChoice::LastBase => (previous.last_base(), found.last_base_delta_bytes.unwrap_or(found.delta_bytes)),
+        };
+        let is_auto = self.pipeline.options.objective == ObjectiveSetting::Auto;
+        let estimate = DeltaEstimate { delta_bytes, ..found };
+        if is_auto && self.pipeline.pace.prefers_base(layout.tensor_bytes, &estimate) {
+            decision.reason = DecisionReason::SlowDelta;
+        } else {
+            (*parent, decision.reason) = (better, DecisionReason::SmallDelta);
         }
         Ok(())
     }

@@ -12,6 +12,7 @@
     reason = "tests"
 )]
 
+mod adaptive;
 mod ahead;
 mod auto_precision;
 mod bisect;

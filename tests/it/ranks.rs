@@ -15,8 +15,8 @@ use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Receipt;
 use tensorcask::{
-    BaseKeeping, Blob, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankExchange, RankWriter, Rect, Slice, Store,
-    TensorView, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankExchange, RankWriter, Rect, Slice, Store, TensorView,
+    WriterOptions,
 };
 
 const COLUMNS: u64 = 512;
@@ -190,20 +190,6 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
     assert_eq!(steps, (1..=HALTS.len() as u64).collect::<Vec<_>>());
     assert!(store.snapshots().await.unwrap().iter().filter(|info| info.record.parent.is_some()).count() >= 6, "deltas among them");
     assert_clean(&store).await;
-}
-
-/// No process has all chunks, so the adaptive policy cannot compare sizes. The reason says so.
-#[tokio::test]
-async fn a_delta_of_many_ranks_is_not_estimated() {
-    let store = Store::open("memory://").unwrap();
-    let mut writer = store.writer(Policy::Adaptive).await.unwrap();
-    let mut ranks = rank_writers(&store, 2, Policy::Adaptive).await;
-    for (step, expected) in [(1, DecisionReason::First), (2, DecisionReason::NotEstimated)] {
-        let receipts = save_all(&mut ranks, step, 64).await;
-        let saved = writer.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
-        assert_eq!((saved.decision.reason, saved.decision.estimate), (expected, None));
-        assert_eq!(store.snapshot(step).await.unwrap().inspect().decision(), Some(saved.decision));
-    }
 }
 
 #[tokio::test]

@@ -41,8 +41,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     step: u64,
     /// Policy for bases and deltas. `full` writes only bases. The other policies write deltas against the first base (one_shot),
-    /// the previous snapshot (consecutive) or the last base (intermittent, adaptive). `adaptive` writes a base when a
-    /// delta would save little
+    /// the previous snapshot (consecutive), the last base (intermittent) or the better of these two (adaptive). `adaptive`
+    /// writes a base when a delta would save little, or when the chain would be larger than 3 bases
     #[arg(long, default_value = "adaptive", value_parser = ["adaptive", "full", "one_shot", "consecutive", "intermittent"])]
     policy: String,
     /// Number of snapshots from one base to the next, for `intermittent` [default: 8]

@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of this")]
 #![allow(clippy::little_endian_bytes, reason = "the bytes of a scalar tensor")]
 
+pub mod training;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
