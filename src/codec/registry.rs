@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{
-    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Descent, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need, Ordered,
-    Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
+    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Descent, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need,
+    Ordered, Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
 };
 use crate::{Error, Result};
 

@@ -210,6 +210,24 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
             unit[0] ^= 1;
         }
         let other = clean((0..bytes).map(|_| random.next() as u8).collect());
+        // First, because searches that fail are repeated less and less often.
+        if dtype == Dtype::F32 {
+            // First moments of Adam, one step apart, with gradients of few bits.
+            let moments: Vec<f32> = (0..count).map(|at| (at as f32).sin()).collect();
+            let step = |moment: &f32, number: u64| 0.1f32.mul_add((number % 255) as f32 - 127.0 - moment, *moment);
+            let unit = |number: &f32| [0, 8, 16, 24].map(|shift| (number.to_bits() >> shift) as u8);
+            let bytes_of = |numbers: &[f32]| numbers.iter().flat_map(unit).collect::<Vec<u8>>();
+            let after: Vec<f32> = moments.iter().map(|moment| step(moment, random.next())).collect();
+            inputs.push(("short gradients", count, bytes_of(&after), bytes_of(&moments)));
+        }
+        if dtype == Dtype::Bf16 {
+            // The same, rounded.
+            let moments: Vec<f32> = (0..count).map(|at| (at as f32).sin()).collect();
+            let upper = |number: f32| [16, 24].map(|shift| (number.to_bits() >> shift) as u8);
+            let after = moments.iter().map(|moment| 0.1f32.mul_add((random.next() % 255) as f32 / 64.0 - moment, *moment));
+            let after: Vec<u8> = after.flat_map(upper).collect();
+            inputs.push(("short gradients", count, after, moments.into_iter().flat_map(upper).collect()));
+        }
         inputs.push(("zeros", count, vec![0; bytes], noise.clone()));
         inputs.push(("noise", count, noise.clone(), other));
         inputs.push(("few changes", count, clean(few), noise.clone()));
@@ -234,21 +252,6 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
             let mut before = powers.clone();
             before.rotate_left(width);
             inputs.push(("powers of two", count, powers, before));
-            // First moments of Adam, one step apart, with gradients of few bits.
-            let moments: Vec<f32> = (0..count).map(|at| (at as f32).sin()).collect();
-            let step = |moment: &f32, number: u64| 0.1f32.mul_add((number % 255) as f32 - 127.0 - moment, *moment);
-            let unit = |number: &f32| [0, 8, 16, 24].map(|shift| (number.to_bits() >> shift) as u8);
-            let bytes_of = |numbers: &[f32]| numbers.iter().flat_map(unit).collect::<Vec<u8>>();
-            let after: Vec<f32> = moments.iter().map(|moment| step(moment, random.next())).collect();
-            inputs.push(("short gradients", count, bytes_of(&after), bytes_of(&moments)));
-        }
-        if dtype == Dtype::Bf16 {
-            // The same, rounded.
-            let moments: Vec<f32> = (0..count).map(|at| (at as f32).sin()).collect();
-            let upper = |number: f32| [16, 24].map(|shift| (number.to_bits() >> shift) as u8);
-            let after = moments.iter().map(|moment| 0.1f32.mul_add((random.next() % 255) as f32 / 64.0 - moment, *moment));
-            let after: Vec<u8> = after.flat_map(upper).collect();
-            inputs.push(("short gradients", count, after, moments.into_iter().flat_map(upper).collect()));
         }
     }
     inputs

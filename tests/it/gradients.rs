@@ -210,6 +210,11 @@ async fn moments_of_16_bits_are_stored_as_gradients_and_restored_bit_by_bit() {
                 let width = dtype.bits() as usize / 8;
                 let rows = snapshot.read(name, &Slice::rows(3..5)).await.unwrap();
                 assert!(rows.data == data[600 * width..1000 * width], "{kernel:?}, {batches}, step {step}, {name}");
+            }
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+    }
+}
 
 /// Momenta of SGD and Muon: their decays, and their weights.
 const MOMENTA: [(f32, f32); 4] = [(0.9, 1.0), (0.99, 1.0), (0.9, 0.1), (0.95, 0.05)];

@@ -11,7 +11,7 @@ use super::sketch::{Outcome, Sketch};
 use super::writer::{Entry, State, Store};
 use crate::failure::Failure;
 
-const VECTORS: [&str; 9] = [
+const VECTORS: [&str; 10] = [
     include_str!("vectors/partnered-1.0.toml"),
     include_str!("vectors/quantized-1.0.toml"),
     include_str!("vectors/magnitudes-1.0.toml"),
