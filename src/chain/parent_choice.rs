@@ -18,6 +18,10 @@ use super::DecisionReason;
 /// Largest size of a chain, in bases.
 const MAX_CHAIN_BASES: u128 = 3;
 
+/// Bytes that a chain may take beyond that. Estimates leave out what each cask takes beside its chunks, and so few bytes do not
+/// make a restore slower.
+const FREE_BYTES: u128 = 64 << 10;
+
 /// A parent, with sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ParentSizes {
@@ -71,7 +75,7 @@ impl ParentSizes {
 
     /// Whether the chain with the delta stays within its bound.
     fn fits(self, base_bytes: u64) -> bool {
-        u128::from(self.chain_bytes) + u128::from(self.delta_bytes) <= u128::from(base_bytes) * MAX_CHAIN_BASES
+        u128::from(self.chain_bytes) + u128::from(self.delta_bytes) <= u128::from(base_bytes) * MAX_CHAIN_BASES + FREE_BYTES
     }
 }
 
@@ -80,9 +84,11 @@ mod tests {
     use super::{ParentChoice, ParentSizes};
     use crate::chain::DecisionReason;
 
+    const BASE: u64 = 100 << 20;
+
     /// Sizes in hundredths of a base.
-    fn sizes(chain_bytes: u64, delta_bytes: u64) -> ParentSizes {
-        ParentSizes { chain_bytes, delta_bytes }
+    fn sizes(chain: u64, delta: u64) -> ParentSizes {
+        ParentSizes { chain_bytes: chain << 20, delta_bytes: delta << 20 }
     }
 
     const LARGE_DELTA: ParentChoice = ParentChoice::Base(DecisionReason::LargeDelta);
@@ -91,32 +97,39 @@ mod tests {
     #[test]
     fn a_small_delta_is_made_against_the_previous_snapshot_until_the_chain_is_large() {
         for chain in [100, 140, 220, 260] {
-            assert!(ParentChoice::is_clear(100, sizes(chain, 40)), "{chain}");
-            assert_eq!(ParentChoice::of(100, sizes(chain, 40), None), ParentChoice::Previous, "{chain}");
+            assert!(ParentChoice::is_clear(BASE, sizes(chain, 40)), "{chain}");
+            assert_eq!(ParentChoice::of(BASE, sizes(chain, 40), None), ParentChoice::Previous, "{chain}");
         }
-        assert!(!ParentChoice::is_clear(100, sizes(261, 40)));
-        assert_eq!(ParentChoice::of(100, sizes(261, 40), None), LARGE_CHAIN);
-        assert_eq!(ParentChoice::of(100, sizes(261, 40), Some(sizes(100, 85))), LARGE_CHAIN);
-        assert_eq!(ParentChoice::of(100, sizes(261, 40), Some(sizes(100, 79))), ParentChoice::LastBase);
+        assert!(!ParentChoice::is_clear(BASE, sizes(261, 40)));
+        assert_eq!(ParentChoice::of(BASE, sizes(261, 40), None), LARGE_CHAIN);
+        assert_eq!(ParentChoice::of(BASE, sizes(261, 40), Some(sizes(100, 85))), LARGE_CHAIN);
+        assert_eq!(ParentChoice::of(BASE, sizes(261, 40), Some(sizes(100, 79))), ParentChoice::LastBase);
         // A state that has become small does not get the chain of a large base.
-        assert_eq!(ParentChoice::of(100, sizes(290, 40), None), LARGE_CHAIN);
-        assert_eq!(ParentChoice::of(100, sizes(330, 40), Some(sizes(290, 40))), LARGE_CHAIN);
+        assert_eq!(ParentChoice::of(BASE, sizes(290, 40), None), LARGE_CHAIN);
+        assert_eq!(ParentChoice::of(BASE, sizes(330, 40), Some(sizes(290, 40))), LARGE_CHAIN);
     }
 
     #[test]
     fn the_smaller_of_two_deltas_is_taken() {
-        assert!(!ParentChoice::is_clear(100, sizes(150, 60)));
-        assert_eq!(ParentChoice::of(100, sizes(150, 60), Some(sizes(100, 70))), ParentChoice::Previous);
-        assert_eq!(ParentChoice::of(100, sizes(150, 60), Some(sizes(100, 55))), ParentChoice::LastBase);
-        assert_eq!(ParentChoice::of(100, sizes(150, 60), Some(sizes(100, 60))), ParentChoice::LastBase, "nothing is gained");
-        assert_eq!(ParentChoice::of(100, sizes(150, 95), Some(sizes(100, 88))), ParentChoice::LastBase);
+        assert!(!ParentChoice::is_clear(BASE, sizes(150, 60)));
+        assert_eq!(ParentChoice::of(BASE, sizes(150, 60), Some(sizes(100, 70))), ParentChoice::Previous);
+        assert_eq!(ParentChoice::of(BASE, sizes(150, 60), Some(sizes(100, 55))), ParentChoice::LastBase);
+        assert_eq!(ParentChoice::of(BASE, sizes(150, 60), Some(sizes(100, 60))), ParentChoice::LastBase, "nothing is gained");
+        assert_eq!(ParentChoice::of(BASE, sizes(150, 95), Some(sizes(100, 88))), ParentChoice::LastBase);
     }
 
     #[test]
     fn a_delta_that_saves_less_than_a_tenth_becomes_a_base() {
-        assert_eq!(ParentChoice::of(100, sizes(100, 90), None), ParentChoice::Previous);
-        assert_eq!(ParentChoice::of(100, sizes(100, 91), None), LARGE_DELTA);
-        assert_eq!(ParentChoice::of(100, sizes(150, 91), Some(sizes(100, 92))), LARGE_DELTA);
-        assert_eq!(ParentChoice::of(u64::MAX, sizes(u64::MAX, u64::MAX), Some(sizes(u64::MAX, u64::MAX))), LARGE_DELTA);
+        assert_eq!(ParentChoice::of(BASE, sizes(100, 90), None), ParentChoice::Previous);
+        assert_eq!(ParentChoice::of(BASE, sizes(100, 91), None), LARGE_DELTA);
+        assert_eq!(ParentChoice::of(BASE, sizes(150, 91), Some(sizes(100, 92))), LARGE_DELTA);
+        let most = ParentSizes { chain_bytes: u64::MAX, delta_bytes: u64::MAX };
+        assert_eq!(ParentChoice::of(u64::MAX, most, Some(most)), LARGE_DELTA);
+    }
+
+    #[test]
+    fn the_chain_of_a_tiny_state_is_not_too_large() {
+        // Each cask takes 4 KiB beside its chunks.
+        assert_eq!(ParentChoice::of(146, ParentSizes { chain_bytes: 4480, delta_bytes: 73 }, None), ParentChoice::Previous);
     }
 }

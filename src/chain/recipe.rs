@@ -273,9 +273,9 @@ impl Plans {
         let mut found = Vec::new();
         let role = plan.role(links, step.link);
         let needs = registry.needs(codec, role);
-        if !needs.is_empty() {
+        if let Some(known) = registry.get(&codec.id).filter(|known| !known.is_standalone()) {
             let names: Vec<&str> = step.entry.pages.iter().map(|page| page.column.as_str()).collect();
-            registry.resolve(codec)?.check_role(role, &names).map_err(|e| e.tensor(&plan.name).chunk(chunk))?;
+            known.check_role(role, &names).map_err(|e| e.tensor(&plan.name).chunk(chunk))?;
         }
         for need in needs {
             let at = |link: usize| {

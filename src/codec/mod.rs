@@ -356,9 +356,10 @@ pub trait Codec: Send + Sync + Debug {
         &[]
     }
 
-    /// Partners that help to encode chunks of a tensor of this role. No decoder needs them, so they may need this role.
-    fn hints(&self, role: &str) -> &'static [Need] {
-        let _ = role;
+    /// Partners that help to encode chunks of this element type, of a tensor of this role. No decoder needs them, so they may
+    /// need this role.
+    fn hints(&self, dtype: Dtype, role: &str) -> &'static [Need] {
+        let _ = (dtype, role);
         &[]
     }
 

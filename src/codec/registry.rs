@@ -7,7 +7,7 @@ use super::{
     Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Descent, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need,
     Ordered, Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
 };
-use crate::{Error, Result};
+use crate::{Dtype, Error, Result};
 
 /// Clause of `spec/` by which a reader refuses a codec that it does not know.
 pub(crate) const UNKNOWN_CODEC: &str = "codecs 2";
@@ -107,10 +107,10 @@ impl Registry {
         all
     }
 
-    /// Partners that help any codec to encode a tensor of this role.
-    pub(crate) fn hint_roles(&self, role: &str) -> Vec<Need> {
+    /// Partners that help any codec to encode a tensor of this element type and role.
+    pub(crate) fn hint_roles(&self, dtype: Dtype, role: &str) -> Vec<Need> {
         let mut all: Vec<Need> = Vec::new();
-        for hint in self.codecs.values().flat_map(|codec| codec.hints(role)) {
+        for hint in self.codecs.values().flat_map(|codec| codec.hints(dtype, role)) {
             match all.iter_mut().find(|known| known.role == hint.role) {
                 Some(known) => known.merge(*hint),
                 None => all.push(*hint),

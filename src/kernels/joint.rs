@@ -296,8 +296,8 @@ fn solve_block(block: &Block, weight_cut: u32, by: Inverse, gradients: &mut Lane
             widths[at] = divisor / slope;
         }
     }
-    for at in 0..BLOCK {
-        widths[at] = (half_ulp(block.weights[1][at], weight_cut) * by.inverse_scale * widths[at]).abs();
+    for (width, now) in widths.iter_mut().zip(&block.weights[1]) {
+        *width = (half_ulp(*now, weight_cut) * by.inverse_scale * *width).abs();
     }
 }
 

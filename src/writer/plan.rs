@@ -2,15 +2,15 @@
 //!
 //! Invariant: the shards of the plan are listed cask by cask, each in cask order.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 
 use super::choices::ChunkFamily;
 use super::input::{ChunkRef, SaveInput};
 use super::schedule::{PlannedShard, Window, schedule};
-use crate::Result;
 use crate::codec::Need;
 use crate::precision::Setting;
 use crate::tensor::ChunkGrid;
+use crate::{Dtype, Result};
 
 /// A shard to encode.
 #[derive(Debug, Clone)]
@@ -64,10 +64,12 @@ impl SavePlan {
         let positions: HashMap<(usize, usize), usize> =
             shards.iter().enumerate().map(|(position, shard)| ((shard.first.tensor, shard.first.shard), position)).collect();
         let registry = input.store.registry();
-        let mut needs_of: BTreeMap<&str, (Vec<Need>, Vec<Need>)> = BTreeMap::new();
+        let mut needs_of: HashMap<(Dtype, &str), [Vec<Need>; 2]> = HashMap::new();
         for shard in &mut shards {
-            let role = input.tensor(shard.first).description.role.as_str();
-            let (needs, hints) = needs_of.entry(role).or_insert_with(|| (registry.partner_roles(role), registry.hint_roles(role)));
+            let description = &input.tensor(shard.first).description;
+            let (dtype, role) = (description.dtype, description.role.as_str());
+            let found = || [registry.partner_roles(role), registry.hint_roles(dtype, role)];
+            let [needs, hints] = needs_of.entry((dtype, role)).or_insert_with(found);
             let partners = needs.iter().map(|need| (need, false)).chain(hints.iter().map(|hint| (hint, true)));
             shard.partners = partners.filter_map(|(&need, is_hint)| partner(input, &positions, shard.first, need, is_hint)).collect();
         }

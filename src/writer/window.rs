@@ -153,10 +153,10 @@ impl WindowChunks {
                     continue;
                 }
                 self.is_withheld[index] = false;
-                let role = &input.tensor(at).description.role;
+                let (dtype, role) = (input.tensor(at).description.dtype, &input.tensor(at).description.role);
                 for link in self.partners[index].iter().filter(|link| link.base) {
                     let is_needed = codec.is_none_or(|codec| {
-                        let used = if link.is_hint { codec.hints(role) } else { codec.needs(role) };
+                        let used = if link.is_hint { codec.hints(dtype, role) } else { codec.needs(role) };
                         used.iter().any(|need| need.role == link.role && need.base)
                     });
                     self.is_withheld[range.start + link.position] &= !is_needed;

@@ -56,6 +56,7 @@ const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: false, gradient: tr
 const NEEDS_OF_WEIGHTS: &[Need] = &[Need { role: FIRST, base: true, gradient: true }, Need::both(SECOND)];
 const HINTS_OF_FIRST: &[Need] = &[Need::both(WEIGHTS[0]), Need::both(WEIGHTS[1]), Need::both(SECOND)];
 
+const HINTS_OF_WIDE_FIRST: &[Need] = &[Need::now(SECOND)];
 /// A model with a master is read alone more often than it is read with moments.
 const HINTS_OF_MODEL: &[Need] = &[Need::now(WEIGHTS[0])];
 
@@ -425,9 +426,11 @@ impl Codec for Joint {
         }
     }
 
-    fn hints(&self, role: &str) -> &'static [Need] {
+    fn hints(&self, dtype: Dtype, role: &str) -> &'static [Need] {
         match role {
-            FIRST => HINTS_OF_FIRST,
+            FIRST if dtype == Dtype::Bf16 => HINTS_OF_FIRST,
+            // Tells whether the second moments need gradients.
+            FIRST => HINTS_OF_WIDE_FIRST,
             "model" => HINTS_OF_MODEL,
             _ => &[],
         }

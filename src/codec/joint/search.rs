@@ -42,6 +42,10 @@ const REMEMBERED: usize = 16;
 const SLACK: f64 = 0.7;
 /// Greatest number of chunks to pass over after searches that found nothing better.
 const MOST_CHUNKS_TO_WAIT: u32 = 4096;
+/// Mean bits beyond those where a step was found that tell a step of another number, and the number of chunks to pass over
+/// before such a step is searched for again.
+const NEW_STEP: f64 = 6.0;
+const MOST_CHUNKS_TO_WAIT_FOR_NEW_STEP: u32 = 3;
 /// Elements below which no search is tried.
 const LEAST_ELEMENTS: usize = 2048;
 /// Stretches of a sample: of a fit, of a search, and of a trial.
@@ -138,8 +142,13 @@ impl Search {
             }
             return known.step;
         }
+        let best_length = best.map_or(f64::INFINITY, |(_, known)| known.length);
         let (length, best) = best.map_or((f64::INFINITY, USUAL), |(length, known)| (length, known.step));
         let is_searchable = states.weights.iter().any(|byte| *byte != 0) && states.first.len() >= 4 * LEAST_ELEMENTS;
+        if length > best_length + NEW_STEP {
+            // No known step explains the weights: another step, with numbers of its own.
+            self.wait = self.wait.min(MOST_CHUNKS_TO_WAIT_FOR_NEW_STEP);
+        }
         if !is_searchable || self.wait > 0 {
             self.wait = self.wait.saturating_sub(u32::from(is_searchable));
             return best;
@@ -155,7 +164,7 @@ impl Search {
                 step
             }
             None => {
-                self.next_wait = self.next_wait.saturating_mul(8).clamp(2, MOST_CHUNKS_TO_WAIT);
+                self.next_wait = self.next_wait.saturating_mul(4).clamp(2, MOST_CHUNKS_TO_WAIT);
                 self.wait = self.next_wait;
                 best
             }
