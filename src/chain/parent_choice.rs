@@ -20,7 +20,7 @@ const MAX_CHAIN_BASES: u128 = 3;
 
 /// Bytes that a chain may take beyond that. Estimates leave out what each cask takes beside its chunks, and so few bytes do not
 /// make a restore slower.
-const FREE_BYTES: u128 = 64 << 10;
+const FREE_BYTES: u128 = 8 << 10;
 
 /// A parent, with sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
