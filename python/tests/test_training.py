@@ -25,18 +25,19 @@ TRAINERS = [
     (Trainer("f16", compute=torch.float16, loss_scale=1024.0), ADAM, 0.26),
     (Trainer("f32 gradients", compute=torch.float32), set(), None),
     (Trainer("f32 weights of role model", weights="model"), set(), None),
-    (Trainer("sgd", optimizer="sgd", decay=0.0), DESCENT, 0.2),
+    (Trainer("sgd", optimizer="sgd", decay=0.0), DESCENT, 0.22),
     (Trainer("sgd, single", optimizer="sgd", decay=0.0, kernel="single", clip=None), DESCENT, 0.22),
-    (Trainer("sgd, fused", optimizer="sgd", decay=0.0, kernel="fused", nesterov=True), DESCENT, 0.2),
-    (Trainer("nesterov", optimizer="sgd", decay=0.0, nesterov=True, momentum=0.95), DESCENT, 0.2),
-    (Trainer("dampening", optimizer="sgd", decay=0.0, dampening=0.1), DESCENT, 0.2),
+    (Trainer("sgd, fused", optimizer="sgd", decay=0.0, kernel="fused", nesterov=True), DESCENT, 0.22),
+    (Trainer("nesterov", optimizer="sgd", decay=0.0, nesterov=True, momentum=0.95), DESCENT, 0.22),
+    (Trainer("dampening", optimizer="sgd", decay=0.0, dampening=0.1), DESCENT, 0.22),
     (Trainer("sgd of f32 weights", optimizer="sgd", decay=0.0, weights="model"), DESCENT, 0.24),
     # Its momentum has no short form.
     (Trainer("sgd with weight decay", optimizer="sgd", decay=1e-4), {"tc.descent"}, 0.4),
-    (Trainer("muon", optimizer="muon"), ADAM, 0.37),
-    (Trainer("bf16 moments", moments=(BF16, BF16)), JOINT, 0.26),
-    (Trainer("bf16 moments in the order of Transformer Engine", moments=(BF16, BF16), kernel="te"), JOINT, 0.3),
-    (Trainer("a bf16 second moment", moments=(torch.float32, BF16)), JOINT, 0.3),
+    (Trainer("muon", optimizer="muon"), ADAM, 0.4),
+    # Threads share the steps that they find, and so early in training not each thread finds its own.
+    (Trainer("bf16 moments", moments=(BF16, BF16)), JOINT, 0.4),
+    (Trainer("bf16 moments in the order of Transformer Engine", moments=(BF16, BF16), kernel="te"), JOINT, 0.4),
+    (Trainer("a bf16 second moment", moments=(torch.float32, BF16)), JOINT, 0.35),
     # Its step is not always found early in training.
     (Trainer("a bf16 first moment", moments=(BF16, torch.float32)), set(), None),
 ]
