@@ -46,9 +46,13 @@ pub(crate) fn decode_recipe(
 ) -> std::result::Result<Vec<Option<Vec<u8>>>, (usize, Error)> {
     let ops = &recipe.ops;
     let mut last_use: Vec<usize> = (0..ops.len()).collect();
+    let mut last_use_of_gradients = last_use.clone();
     for (at, op) in ops.iter().enumerate() {
         for used in op.inputs() {
             last_use[used] = at;
+        }
+        for partner in op.partners.iter().filter(|partner| partner.gradient) {
+            last_use_of_gradients[partner.now] = at;
         }
     }
     let mut values: Vec<Option<Value<'_>>> = ops.iter().map(|_| None).collect();
@@ -93,8 +97,7 @@ pub(crate) fn decode_recipe(
                 values[used] = None;
             }
             // A chunk that is requested stays to the end; its gradients need not.
-            let is_taken = |op: &Op| op.partners.iter().any(|partner| partner.gradient && partner.now == used);
-            if gradients[used].is_some() && !ops[at + 1..].iter().any(is_taken) {
+            if last_use_of_gradients[used] <= at {
                 gradients[used] = None;
             }
         }

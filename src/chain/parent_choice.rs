@@ -31,7 +31,7 @@ pub(crate) struct ParentSizes {
     pub delta_bytes: u64,
 }
 
-/// What a snapshot becomes.
+/// Form of a snapshot: a delta against one of two parents, or a base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ParentChoice {
     /// A delta against the previous snapshot.

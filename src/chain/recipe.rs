@@ -295,7 +295,7 @@ impl Plans {
             }
             if need.gradient && self.stored(links, now, chunk, step.link)?.0.link != step.link {
                 let message = format!("its partner of role `{}` holds no gradients of this step", need.role);
-                return Err(self.fail(shard, chunk, message).clause("codecs 5.3"));
+                return Err(self.fail(shard, chunk, message).clause("codecs 5.4"));
             }
             found.push(PartnerPlans { role: need.role, now, base, gradient: need.gradient });
         }

@@ -416,8 +416,13 @@ pub trait Codec: Send + Sync + Debug {
     /// of a partner ([`Need::gradient`]). By default, chunks hold no gradients.
     fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
         let _ = (columns, out, gradient);
-        Err(Error::corrupt(format!("a chunk of codec `{}` holds no gradients, which another chunk needs", self.id())).clause("codecs 5.3"))
+        Err(no_gradients(self))
     }
+}
+
+/// The error of a chunk whose gradients another chunk needs.
+fn no_gradients<C: Codec + ?Sized>(codec: &C) -> Error {
+    Error::corrupt(format!("a chunk of codec `{}` holds no gradients, which another chunk needs", codec.id())).clause("codecs 5.4")
 }
 
 /// A chunk as a cask stores it.

@@ -179,7 +179,7 @@ fn candidate<const SUM: bool>(m0: f32, m1: f32, decay: f64, inverses: [f64; 2], 
     // Half an ulp of the moment is 2^(exponent - 151).
     let half = f64::from_bits(u64::from(exponent.wrapping_add(872)) << 52);
     let m0 = f64::from(m0);
-    // What is rounded beside the gradient: the kept share, or the difference between gradient and moment.
+    // The largest rounding error beside that of the gradient: of the decayed moment, or of the change of the moment.
     let rest = if SUM { m0 * decay * inverse_weight } else { (f64::from(m1) - m0) * inverse_weight };
     let gradient = if SUM { f64::from(m1) * inverse_weight - rest } else { m0 + rest };
     let error = max(gradient.abs(), rest.abs()) * (inverse_clip * (1.0 / 16_777_216.0));

@@ -1,5 +1,5 @@
-//! The shortest gradient that one step of Adam proves by what it does to a weight and to moments of few bits. Spec:
-//! `spec/codecs/gradient.md`.
+//! The shortest gradient that leads from one state of a weight and its moments to the next, where moments have few bits.
+//! Spec: `spec/codecs/joint.md`.
 //!
 //! A first moment of 8 bits tells a gradient to about 7 bits. The weight tells it to 12 to 16: the step adds
 //! `s * m / (sqrt(v) / b + e)`, in which both unrounded moments depend on the gradient alone. Newton's method inverts
@@ -124,7 +124,8 @@ struct Inverse {
 impl Inverse {
     fn of(by: Joint) -> Self {
         let correction = f64::from(by.step.correction);
-        let (weight, share) = (f64::from(by.first.weight), f64::from(by.second.share));
+        let weight = f64::from(by.first.weight);
+        let share = f64::from(by.second.share);
         Self {
             decay: f64::from(by.first.decay),
             weight,
@@ -141,7 +142,7 @@ impl Inverse {
     }
 }
 
-/// What a weight and its moments say about a gradient.
+/// The gradient that a weight and its moments lead to, and how sure it is.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Solved {
     /// The gradient that the weight tells.
@@ -233,7 +234,8 @@ fn candidate((_, [m0, m1], v0, v1): Element, gradient: f64, width: f64, cuts: [u
     (if middle < 0.0 { 0.0 - short } else { short }) as f32
 }
 
-/// What a quotient explains: 0 if not the first moment, otherwise 1, and 2 more for the weight, 1 more for the second moment.
+/// Score of a quotient: 0 if it does not give the first moment. Otherwise 1, 2 more if it gives the weight, and 1 more if it gives
+/// the second moment.
 #[inline(always)]
 fn explained<const HARD: bool>(states: States<'_>, element: Element, quotient: f32, by: Joint) -> u32 {
     let ([w0, w1], [m0, m1], v0, v1) = element;
@@ -301,7 +303,7 @@ fn solve_block(block: &Block, weight_cut: u32, by: Inverse, gradients: &mut Lane
     }
 }
 
-/// Fills `explained` with what each quotient explains, as [`explained`] does: form by form, so that each loop becomes
+/// Fills `explained` with the score of each quotient, as [`explained`] does: form by form, so that each loop becomes
 /// vectors.
 #[inline(always)]
 fn explain_block<const HARD: bool>(states: States<'_>, block: &Block, quotients: &Lane<f32>, by: Joint, explained: &mut Lane<u32>) {
@@ -394,8 +396,7 @@ fn quotients_any<const HARD: bool>(states: States<'_>, by: Joint, out: &mut [u8]
                     }
                     most[at] == 4
                 };
-                let (gradient, width) = (gradients[at], widths[at]);
-                if !PARTS.into_iter().skip(1).any(|part| attempt(gradient, part * width)) {
+                if !PARTS.into_iter().skip(1).any(|part| attempt(gradients[at], part * widths[at])) {
                     // Moments alone.
                     attempt(f64::NAN, 0.0);
                 }

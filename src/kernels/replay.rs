@@ -160,37 +160,41 @@ pub(super) fn unit(result: f32) -> [u8; 4] {
 
 #[inline(always)]
 fn step_any<const HARD: bool>(weights: &[u8], first: &[u8], second: &[u8], by: Step, out: &mut [u8]) {
-    let Step { update, divisor, decay: d, scale: s, correction: b, epsilon: e } = by;
     let mut divisors = [0.0f32; BLOCK];
     let inputs = weights.chunks(4 * BLOCK).zip(first.chunks(4 * BLOCK)).zip(second.chunks(4 * BLOCK));
     for (((weights, first), second), out) in inputs.zip(out.chunks_mut(4 * BLOCK)) {
-        match divisor {
-            Divisor::Divided => divide(&mut divisors, second, |r| r / b + e),
-            Divisor::Multiplied => divide(&mut divisors, second, |r| r * b + e),
-            Divisor::Fused => divide(&mut divisors, second, |r| fma::<HARD>(r, b, e)),
+        // A loop for each form, so that each becomes vectors.
+        match by.divisor {
+            Divisor::Divided => divide(&mut divisors, second, |r| divisor::<HARD>(Divisor::Divided, r, by)),
+            Divisor::Multiplied => divide(&mut divisors, second, |r| divisor::<HARD>(Divisor::Multiplied, r, by)),
+            Divisor::Fused => divide(&mut divisors, second, |r| divisor::<HARD>(Divisor::Fused, r, by)),
         }
-        match update {
-            Update::ScaleFirst => combine(weights, first, &divisors, out, |w, m, q| w * d + (s * m) / q),
-            Update::DivideFirst => combine(weights, first, &divisors, out, |w, m, q| w * d + s * (m / q)),
-            Update::FusedScale => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(s, m / q, w * d)),
-            Update::FusedDecay => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(w, d, (s * m) / q)),
-            Update::FusedLoss => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(d, w, w) + (s * m) / q),
-            Update::FusedBoth => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(s, m / q, fma::<HARD>(d, w, w))),
+        let mut update = |form: Update| combine(weights, first, &divisors, out, |w, m, q| updated::<HARD>(form, w, m, q, by));
+        match by.update {
+            Update::ScaleFirst => update(Update::ScaleFirst),
+            Update::DivideFirst => update(Update::DivideFirst),
+            Update::FusedScale => update(Update::FusedScale),
+            Update::FusedDecay => update(Update::FusedDecay),
+            Update::FusedLoss => update(Update::FusedLoss),
+            Update::FusedBoth => update(Update::FusedBoth),
         }
     }
 }
 
-/// Returns a weight from its earlier value and both moments.
+/// Returns the divisor of a step from the root of the second moment.
 #[inline(always)]
-pub(super) fn stepped<const HARD: bool>(w: f32, m: f32, v: f32, by: Step) -> f32 {
-    let Step { update, divisor, decay: d, scale: s, correction: b, epsilon: e } = by;
-    let r = v.sqrt();
-    let q = match divisor {
+fn divisor<const HARD: bool>(form: Divisor, r: f32, Step { correction: b, epsilon: e, .. }: Step) -> f32 {
+    match form {
         Divisor::Divided => r / b + e,
         Divisor::Multiplied => r * b + e,
         Divisor::Fused => fma::<HARD>(r, b, e),
-    };
-    match update {
+    }
+}
+
+/// Returns a weight from its earlier value, the first moment and the divisor.
+#[inline(always)]
+fn updated<const HARD: bool>(form: Update, w: f32, m: f32, q: f32, Step { decay: d, scale: s, .. }: Step) -> f32 {
+    match form {
         Update::ScaleFirst => w * d + (s * m) / q,
         Update::DivideFirst => w * d + s * (m / q),
         Update::FusedScale => fma::<HARD>(s, m / q, w * d),
@@ -198,6 +202,12 @@ pub(super) fn stepped<const HARD: bool>(w: f32, m: f32, v: f32, by: Step) -> f32
         Update::FusedLoss => fma::<HARD>(d, w, w) + (s * m) / q,
         Update::FusedBoth => fma::<HARD>(s, m / q, fma::<HARD>(d, w, w)),
     }
+}
+
+/// Returns a weight from its earlier value and both moments.
+#[inline(always)]
+pub(super) fn stepped<const HARD: bool>(w: f32, m: f32, v: f32, by: Step) -> f32 {
+    updated::<HARD>(by.update, w, m, divisor::<HARD>(by.divisor, v.sqrt(), by), by)
 }
 
 /// Applies a function to the root of each number.

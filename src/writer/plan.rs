@@ -67,7 +67,8 @@ impl SavePlan {
         let mut needs_of: HashMap<(Dtype, &str), [Vec<Need>; 2]> = HashMap::new();
         for shard in &mut shards {
             let description = &input.tensor(shard.first).description;
-            let (dtype, role) = (description.dtype, description.role.as_str());
+            let dtype = description.dtype;
+            let role = description.role.as_str();
             let found = || [registry.partner_roles(role), registry.hint_roles(dtype, role)];
             let [needs, hints] = needs_of.entry((dtype, role)).or_insert_with(found);
             let partners = needs.iter().map(|need| (need, false)).chain(hints.iter().map(|hint| (hint, true)));

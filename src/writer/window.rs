@@ -153,7 +153,8 @@ impl WindowChunks {
                     continue;
                 }
                 self.is_withheld[index] = false;
-                let (dtype, role) = (input.tensor(at).description.dtype, &input.tensor(at).description.role);
+                let dtype = input.tensor(at).description.dtype;
+                let role = &input.tensor(at).description.role;
                 for link in self.partners[index].iter().filter(|link| link.base) {
                     let is_needed = codec.is_none_or(|codec| {
                         let used = if link.is_hint { codec.hints(dtype, role) } else { codec.needs(role) };

@@ -247,7 +247,7 @@ class Cask:
         return self.codec(chunk).decode(dtype, elements_of_chunk(dtype, shard.shape, number), pages, base, partners)
 
     def gradients(self, row: int, number: int, base: Bytes) -> Bytes:
-        """The gradients that a delta chunk defines (codecs 5.3)."""
+        """The gradients that a delta chunk defines (codecs 5.4)."""
         chunk, shard = self.chunks[row][number], self.layout.shards[row]
         self.check_codec(shard, chunk)
         dtype = self.layout.tensors[shard.tensor].dtype

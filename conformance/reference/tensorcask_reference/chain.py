@@ -213,13 +213,13 @@ def partners(link: Snapshot, tensor: Tensor, shard: Shard, number: int, codec: C
 
 
 def gradients_of(link: Snapshot, tensor: Tensor, shard: Shard, number: int) -> Bytes:
-    """The gradients that the chunk of a link itself defines (codecs 5.3)."""
+    """The gradients that the chunk of a link itself defines (codecs 5.4)."""
     _, cask, row = next(links(link, tensor, shard))
     found = cask.chunks[row][number]
     if cask is not link.casks.get(link.directory.slots[link.directory.layout.rows[tensor.name, shard.offset, shard.shape]]):
-        raise corrupt("codecs 5.3", f"{tensor.name!r} holds no gradients of this step")
+        raise corrupt("codecs 5.4", f"{tensor.name!r} holds no gradients of this step")
     if found.kind != "delta" or link.parent is None:
-        raise corrupt("codecs 5.3", f"{tensor.name!r} holds no gradients of this step")
+        raise corrupt("codecs 5.4", f"{tensor.name!r} holds no gradients of this step")
     return cask.gradients(row, number, chunk(link.parent, tensor, shard, number))
 
 

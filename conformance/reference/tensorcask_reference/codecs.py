@@ -289,16 +289,16 @@ def _joint(
     if any(kind.name not in ("f32", "bf16") for kind, _ in used):
         raise corrupt("joint 1", f"{dtype.name} or a partner is neither f32 nor bf16")
     if first[3] is None:
-        raise corrupt("codecs 5.3", "the partner of role exp_avg holds no gradients of this step")
+        raise corrupt("codecs 5.4", "the partner of role exp_avg holds no gradients of this step")
     wide = [joint.widen(kind.name, data) for kind, data in used if data is not None]
     replayed = (joint.weight if second else joint.second)(columns[0], *wide, first[3].view("<f4"))
     return _ordered(dtype, n, columns[1:], joint.narrow(dtype.name, replayed))
 
 
 def gradients(name: str, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None) -> Bytes:
-    """The gradients that a chunk of first moments defines (codecs 5.3)."""
+    """The gradients that a chunk of first moments defines (codecs 5.4)."""
     if name not in ("tc.gradient", "tc.joint") or columns[0][0] != "gradient" or base is None:
-        raise corrupt("codecs 5.3", f"a chunk of {name} holds no gradients")
+        raise corrupt("codecs 5.4", f"a chunk of {name} holds no gradients")
     pages = [data for _, data in columns]
     if name == "tc.joint":
         return joint_first(dtype, n, pages, base)[1]
@@ -332,7 +332,7 @@ class Codec:
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """by role of the tensor, the roles of its partners (codecs 5); in deltas of the parent, too"""
     gradients: frozenset[str] = frozenset()
-    """roles of partners whose gradients are needed (codecs 5.3)"""
+    """roles of partners whose gradients are needed (codecs 5.4)"""
     now_only: frozenset[str] = frozenset()
     """roles of tensors whose partners are not needed of the parent"""
     other_columns: tuple[tuple[str, ...], ...] = ()

@@ -20,7 +20,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::classes::{self, Base, Clauses};
 use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, sample};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, no_gradients, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;
 use crate::kernels::floats::{narrow_to, widen};
@@ -337,7 +337,7 @@ impl Codec for Gradient {
     }
 
     fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
-        // Where both moments are f32, they tell all that gradients do.
+        // A replay from moments of f32 needs no gradients.
         chunk.role == FIRST && chunk.partner(SECOND).is_some_and(|partner| partner.dtype == Dtype::Bf16)
     }
 
@@ -346,7 +346,7 @@ impl Codec for Gradient {
         let base = columns.base(out.len())?;
         match columns.columns {
             [("gradient", _), ..] => decode_first(columns, base, out, Some(gradient)),
-            _ => Err(Error::corrupt("a chunk that holds no gradients, which another chunk needs").clause("codecs 5.3")),
+            _ => Err(no_gradients(self)),
         }
     }
 
@@ -416,7 +416,8 @@ fn fill_gradients(
     by: First,
     gradients: &mut [u8],
 ) -> Result<()> {
-    let (before, now) = (widen(columns.dtype, base)?, widen(columns.dtype, out)?);
+    let before = widen(columns.dtype, base)?;
+    let now = widen(columns.dtype, out)?;
     kernel::gradients([&before, &now], quotients, lengths, by, gradients);
     Ok(())
 }

@@ -25,7 +25,7 @@ use crate::kernels::floats::floats;
 use crate::kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};
 use crate::kernels::replay::Square;
 
-/// What a search knows of the optimizer.
+/// Kind of moment, which tells what decay and weight may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Decay and weight of a first moment add up to 1.

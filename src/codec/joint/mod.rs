@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
 use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, no_gradients, sample};
 use crate::kernels::floats::{narrow_to, widen};
 use crate::kernels::gradient::Second;
 use crate::kernels::joint::{self as kernel, Before, Joint as Step, States};
@@ -55,9 +55,9 @@ const WEIGHTS: [&str; 2] = ["master", "model"];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: false, gradient: true }];
 const NEEDS_OF_WEIGHTS: &[Need] = &[Need { role: FIRST, base: true, gradient: true }, Need::both(SECOND)];
 const HINTS_OF_FIRST: &[Need] = &[Need::both(WEIGHTS[0]), Need::both(WEIGHTS[1]), Need::both(SECOND)];
-
+/// Of first moments of f32: whether second moments of bf16 need their gradients.
 const HINTS_OF_WIDE_FIRST: &[Need] = &[Need::now(SECOND)];
-/// A model with a master is read alone more often than it is read with moments.
+/// This codec leaves a model that has a master alone: readers of weights then need no moments.
 const HINTS_OF_MODEL: &[Need] = &[Need::now(WEIGHTS[0])];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
@@ -80,7 +80,7 @@ fn is_number(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::Bf16)
 }
 
-/// What a chunk of weights or second moments is replayed from: its base and partners, as f32.
+/// Base and partners of a chunk of weights or second moments, as f32: a replay takes these.
 struct Inputs<'a> {
     base: MaybeSpare<'a>,
     gradients: &'a [u8],
@@ -189,8 +189,7 @@ impl Joint {
         let weights = widen(chunk.dtype, chunk.data).ok()?;
         let [before_first, before_second] = inputs.lent().moments?;
         let before = Before { weights: &inputs.base, first: before_first, second: before_second };
-        let cuts = [cut_of(chunk.dtype), first_cut, second_cut];
-        let [weight_cut, first_cut, second_cut] = cuts;
+        let weight_cut = cut_of(chunk.dtype);
         let states = States { before, weights: &weights, first: &first, second: &second, weight_cut, first_cut, second_cut };
         self.search(|search| search.learn(states, inputs.gradients))?;
         self.search(found)
@@ -429,7 +428,6 @@ impl Codec for Joint {
     fn hints(&self, dtype: Dtype, role: &str) -> &'static [Need] {
         match role {
             FIRST if dtype == Dtype::Bf16 => HINTS_OF_FIRST,
-            // Tells whether the second moments need gradients.
             FIRST => HINTS_OF_WIDE_FIRST,
             "model" => HINTS_OF_MODEL,
             _ => &[],
@@ -527,7 +525,7 @@ impl Codec for Joint {
         };
         let rule = Rule::read(column, is_step)?;
         if columns.partner(FIRST)?.gradient.is_none() {
-            return Err(Error::corrupt("the partner of role `exp_avg` holds no gradients of this step").clause("codecs 5.3"));
+            return Err(Error::corrupt("the partner of role `exp_avg` holds no gradients of this step").clause("codecs 5.4"));
         }
         let inputs = Inputs::of(role, columns.dtype, base, |role| columns.partner(role).ok());
         let unfit = || Error::corrupt("the moments of the parent are not f32 or bf16").clause("joint 1");
@@ -540,7 +538,7 @@ impl Codec for Joint {
         let base = columns.base(out.len())?;
         match columns.columns {
             [("gradient", _), ..] => decode_first(columns, base, out, Some(gradient)),
-            _ => Err(Error::corrupt("a chunk that holds no gradients, which another chunk needs").clause("codecs 5.3")),
+            _ => Err(no_gradients(self)),
         }
     }
 }

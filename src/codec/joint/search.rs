@@ -96,7 +96,8 @@ fn mean_length(states: States<'_>, by: Step) -> f64 {
         ESCAPE => 32.0,
         length => f64::from(length),
     };
-    let (lengths, count) = (floats(&tried.quotients).map(length).sum::<f64>(), states.first.len() / 4);
+    let lengths = floats(&tried.quotients).map(length).sum::<f64>();
+    let count = states.first.len() / 4;
     (lengths + 24.0 * count.saturating_sub(tried.weights) as f64) / count.max(1) as f64
 }
 
@@ -180,7 +181,8 @@ impl Search {
         self.next_learn_wait = self.next_learn_wait.saturating_mul(8).clamp(2, MOST_CHUNKS_TO_WAIT);
         self.learn_wait = self.next_learn_wait;
         let sample = FewStates::of(states, |data| glance(data, STRETCHES));
-        let (states, gradients) = (sample.lent(), glance(gradients, STRETCHES));
+        let states = sample.lent();
+        let gradients = glance(gradients, STRETCHES);
         let better = |a: (usize, First), b: (usize, First)| if b.0 > a.0 { b } else { a };
         let firsts = FIRST_BETAS
             .iter()
@@ -206,7 +208,8 @@ impl Search {
     /// The rule that gives the most elements of a chunk of weights or second moments exactly.
     pub(super) fn rule(&self, inputs: Lent<'_>, data: &[u8], dtype: Dtype) -> Option<Found> {
         let few = |data: &[u8]| glance(data, 2 * FEW_STRETCHES);
-        let (base, gradients) = (few(inputs.base), few(inputs.gradients));
+        let base = few(inputs.base);
+        let gradients = few(inputs.gradients);
         let moments = inputs.moments.map(|moments| moments.map(few));
         let wide = widen(dtype, data).ok()?;
         let data = few(&wide);
@@ -415,7 +418,8 @@ fn refined(start: Step, solved: &[Solved], clip: f64) -> (usize, Step) {
         short.count()
     };
     let ulp = 2f64.powi(-24);
-    let (mut scale, mut decay) = (0.0f64, 0.0f64);
+    let mut scale = 0.0f64;
+    let mut decay = 0.0f64;
     for (width, count, widths) in [(256.0, 48, 16.0), (32.0, 12, 6.0), (4.0, 12, 2.0), (1.0, 6, 1.2)] {
         let scales = (-count..=count).map(|k| scale + f64::from(k) * width * ulp);
         let best = scales.map(|scale| (near(scale, decay, widths), scale)).fold((0, scale), |a, b| if b.0 > a.0 { b } else { a });
@@ -511,8 +515,7 @@ fn climb(few: States<'_>, (mut length, mut best): (f64, Step)) -> Step {
                 attempt(&mut best, tried);
             }
             for update in Update::ALL {
-                let (is_loss, was_loss) = (update.takes_loss(), best.step.update.takes_loss());
-                let decay = match (is_loss, was_loss) {
+                let decay = match (update.takes_loss(), best.step.update.takes_loss()) {
                     (true, false) => (f64::from(best.step.decay) - 1.0) as f32,
                     (false, true) => (f64::from(best.step.decay) + 1.0) as f32,
                     _ => best.step.decay,
