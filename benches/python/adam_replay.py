@@ -42,6 +42,7 @@ TRAINERS = [
     Trainer("f16, loss scale 1024, 4 micro-batches", compute=F16, loss_scale=1024.0, batches=4),
     Trainer("f32 gradients", compute=F32),
     Trainer("f32 weights without a role of their own", reduce=None, weights="model"),
+    Trainer("f32 weights, moments with numbers", weights="model", numbered=True),
     Trainer("bf16 moments", moments=(BF16, BF16)),
     Trainer("bf16 moments, in the order of Transformer Engine", moments=(BF16, BF16), kernel="te"),
     Trainer("bf16 moments, f32 gradients", moments=(BF16, BF16), compute=F32),

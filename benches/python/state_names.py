@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"model": "model.", "master": "optimizer.master.", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+# The parameters of `tests/data`, as an optimizer numbers them.
+PARAMS = [f"h.2.{name}" for name in ("attn_proj.bias", "attn_proj.weight", "ln_1.bias", "ln_1.weight", "ln_2.bias", "ln_2.weight")]
 # Names of a part of a parameter; None if the trainer does not save this part.
 Names = Callable[[str, str], str | None]
 
@@ -28,6 +30,13 @@ def fsdp2(part: str, param: str) -> str | None:
     if part == "model":
         return None
     return f"model.{param}" if part == "master" else f"optim.state.{param}.{part}"
+
+
+def plain_torch(part: str, param: str) -> str | None:
+    """Names of `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`."""
+    if part == "model":
+        return None
+    return f"model.{param}" if part == "master" else f"optimizer.state.{PARAMS.index(param)}.{part}"
 
 
 def megatron(part: str, param: str) -> str | None:
@@ -47,7 +56,8 @@ def below_app(part: str, param: str) -> str | None:
 APP_ROLES = [f"app.{prefix}*={part}:*" for part, prefix in PARTS.items()]
 ROWS: list[tuple[str, Names, list[str]]] = [
     ("the names of `tests/data`", plain, []),
-    ("FSDP2, torchtitan, Accelerate, Lightning: f32 `model`, no 16-bit copy", fsdp2, []),
+    ("FSDP2, torchtitan, Accelerate: f32 `model`, no 16-bit copy", fsdp2, []),
+    ("plain PyTorch, Transformers, Lightning: f32 `model`, moments with numbers", plain_torch, []),
     ("Megatron `fully_reshardable`: masters are `optimizer.state.param.*`", megatron, []),
     ("every name below `app.`, the key of PyTorch's DCP recipe", below_app, []),
     ("every name below `app.`, with `roles=`", below_app, APP_ROLES),

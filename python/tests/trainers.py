@@ -55,6 +55,8 @@ class Trainer:
     reduce: torch.dtype | None = None
     # Role of the f32 weights.
     weights: str = "master"
+    # Whether the moments have the names of `Optimizer.state_dict()`, which numbers the parameters.
+    numbered: bool = False
 
 
 def _model(width: int, layers: int, length: int) -> nn.Module:
@@ -235,6 +237,12 @@ def train(
         found: dict[str, Any] = {trainer.weights: whole}
         if trainer.compute != torch.float32 and trainer.weights == "master":
             found["model"] = {name: p.to(trainer.compute) for name, p in whole.items()}
+        if trainer.numbered:
+            for index, optimizer in enumerate(optimizers):
+                slots = optimizer.state_dict()["state"].items()
+                tensors = {f"state.{number}.{key}": value for number, slot in slots for key, value in slot.items()}
+                found[f"optimizer_{index}"] = {name: _whole(tensor) for name, tensor in tensors.items() if tensor.dim() > 0}
+            return found
         for key, role in MOMENTS.items():
             moments = {name: o.state[p][key] for o in optimizers for name, p in masters.items() if key in o.state.get(p, {})}
             if moments:

@@ -19,5 +19,5 @@ pub use view::{Blob, Tensor, TensorView};
 
 pub(crate) use bits::copy_run;
 pub(crate) use pattern::TensorPattern;
-pub(crate) use role::{is_moment, is_parameter};
+pub(crate) use role::{is_moment, is_number, is_parameter};
 pub(crate) use shape::{Run, contiguous_runs, element_count, element_span, format_shape, rects_of_run, tiles};

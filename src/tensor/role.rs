@@ -87,13 +87,15 @@ fn place_of_role(segments: &[&str]) -> FoundRole {
     let is_outer = |segment: &&str| is_container(segment) || WRAPPERS.contains(segment);
     let body = start + segments.iter().skip(start).take_while(|segment| is_outer(segment)).count();
     // A chain of optax transformations is a tuple: `opt_state.0.mu`.
-    let is_number = |segment: &&str| !segment.is_empty() && segment.bytes().all(|byte| byte.is_ascii_digit());
     let first = body + segments.iter().skip(body).take_while(|segment| is_number(segment)).count();
     if let Some(found) = role_at(WORDS, body).or_else(|| role_at(WORDS, last)) {
         return certain(found);
     }
     if key.is_some() {
         let found = role_at(LAST_IN_OPTIMIZER, last).filter(|_| last > body);
+        // A flat bucket of Megatron: `gbuf_idx_0.dtype_...bucket_idx_0.param`.
+        let is_in_bucket = segments.iter().rev().nth(1).is_some_and(|segment| segment.starts_with("bucket_idx_"));
+        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, last).filter(|_| is_in_bucket));
         let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, first));
         let found = found.or_else(|| role_at(PLAIN_WORDS, first)).or_else(|| role_at(PLAIN_WORDS, last));
         return found.map_or(FoundRole { role: "optimizer", at: None, is_certain: true }, certain);
@@ -115,7 +117,12 @@ pub(crate) fn is_moment(role: &str) -> bool {
 
 /// Returns whether a segment names one of several optimizers that Megatron chains.
 fn is_chained(segment: &str) -> bool {
-    segment.strip_prefix("chained_").is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+    segment.strip_prefix("chained_").is_some_and(is_number)
+}
+
+/// Whether a segment of a name is a number.
+pub(crate) fn is_number(segment: &str) -> bool {
+    !segment.is_empty() && segment.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// Keys of optimizer state.
@@ -237,6 +244,9 @@ mod tests {
             ("opt_state.0.nu.params.mu.kernel", "exp_avg_sq", true),
             ("optimizer.state.param.layers.0.w", "master", true),
             ("optim.state.w.master", "master", true),
+            ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param", "master", true),
+            ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg", "exp_avg", true),
+            ("optimizer.state.w.param", "optimizer", true),
             ("optimizer.state.param.exp_avg", "exp_avg", true),
             ("app.optimizer.state.w.exp_avg", "exp_avg", true),
             ("optimizer.state.0.exp_avg.codes", "optimizer", true),

@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::kernels::remainder::rounds_to;
 use crate::parallel::SAVE_WINDOW_BYTES;
-use crate::tensor::{Rect, element_count, tiles};
+use crate::tensor::{Rect, element_count, is_number, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};
 use crate::{Blob, Dtype, Error, Limits, Result, RoleRules, TensorView};
 
@@ -34,14 +34,31 @@ pub(super) struct LayoutTensor<'a> {
     pub slot: u32,
     /// Ascending by position; empty for an alias.
     pub shards: Vec<&'a TensorView<'a>>,
+    /// Place of the tensor in the state as the caller gave it.
+    pub position: usize,
     /// Whether the role is more than a guess: stated by the caller, or proven by the name or the values.
     is_role_certain: bool,
+    /// Parameter that the name or a rule tells, if the tensor got that of a weight.
+    number: Option<String>,
 }
 
 impl LayoutTensor<'_> {
     /// Role by which precision rules apply to the tensor; `None` for a guess, which may not round.
     pub(super) fn rounding_role(&self) -> Option<&str> {
         self.is_role_certain.then_some(self.description.role.as_str())
+    }
+
+    /// Parameter that the name or a rule tells.
+    pub(super) fn own_param(&self) -> &str {
+        self.number.as_deref().unwrap_or(&self.description.param)
+    }
+
+    /// Text before the number, and the number, of a tensor whose parameter is a number.
+    pub(super) fn numbered_param(&self) -> Option<(&str, u64)> {
+        let param = self.own_param();
+        let start = param.rfind('.').map_or(0, |dot| dot + 1);
+        let number = param.get(start..).filter(|segment| is_number(segment))?;
+        Some((param.get(..start)?, number.parse().ok()?))
     }
 }
 
@@ -64,6 +81,10 @@ impl<'a> StateLayout<'a> {
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
         let slot_of_role = slot_of_role(views.iter().map(|view| view.data().len() as u64).fold(0, u64::saturating_add));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
+        let mut positions: HashMap<&str, usize> = HashMap::new();
+        for (position, view) in views.iter().enumerate() {
+            positions.entry(view.name()).or_insert(position);
+        }
         // Number of the stored tensor for each memory range, dtype, shape and role. Later names become aliases.
         let mut stored: HashMap<(*const u8, usize, Dtype, Vec<u64>, String), usize> = HashMap::new();
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
@@ -93,7 +114,9 @@ impl<'a> StateLayout<'a> {
                 param,
                 alias_of,
             };
-            tensors.push(LayoutTensor { description, slot, shards: if alias_of.is_some() { vec![] } else { shards }, is_role_certain });
+            let position = positions.get(first.name()).copied().unwrap_or(0);
+            let shards = if alias_of.is_some() { vec![] } else { shards };
+            tensors.push(LayoutTensor { description, slot, shards, position, is_role_certain, number: None });
         }
         let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();
         blobs.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
@@ -118,14 +141,35 @@ impl<'a> StateLayout<'a> {
         let bytes_of = |t: &DirectoryTensor| t.dtype.byte_count(element_count(&t.shape)?);
         let stored = tensors.iter().map(|t| &t.description).filter(|t| t.alias_of.is_none());
         let tensor_bytes = stored.filter_map(bytes_of).fold(0u64, u64::saturating_add);
-        let mut by_param: HashMap<(String, String), Option<usize>> = HashMap::new();
-        for (number, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| tensor.description.alias_of.is_none()) {
-            let key = (tensor.description.role.clone(), tensor.description.param.clone());
-            by_param.entry(key).and_modify(|other| *other = None).or_insert(Some(number));
-        }
-        let mut layout = Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param };
-        layout.prove_masters();
+        let mut layout = Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param: HashMap::new() };
+        layout.link_params();
         Ok(layout)
+    }
+
+    /// Gives numbered parameters the parameters of their weights. `weights`: the parameter of the weight, by the number.
+    pub(super) fn give_params(&mut self, weights: &HashMap<String, String>) {
+        if weights.is_empty() && self.tensors.iter().all(|tensor| tensor.number.is_none()) {
+            return;
+        }
+        for tensor in &mut self.tensors {
+            let own = tensor.own_param().to_owned();
+            match weights.get(&own).filter(|_| tensor.numbered_param().is_some()) {
+                Some(weight) => tensor.description.param.clone_from(weight),
+                None => tensor.description.param.clone_from(&own),
+            }
+            tensor.number = (tensor.description.param != own).then_some(own);
+        }
+        self.link_params();
+    }
+
+    /// Finds the tensors of each parameter, and the roles that their values prove.
+    fn link_params(&mut self) {
+        self.by_param.clear();
+        for (number, tensor) in self.tensors.iter().enumerate().filter(|(_, tensor)| tensor.description.alias_of.is_none()) {
+            let key = (tensor.description.role.clone(), tensor.description.param.clone());
+            self.by_param.entry(key).and_modify(|other| *other = None).or_insert(Some(number));
+        }
+        self.prove_masters();
     }
 
     /// Makes the role of guessed masters certain that round to the model weight of their parameter.
@@ -141,6 +185,14 @@ impl<'a> StateLayout<'a> {
             });
             self.tensors[number].is_role_certain = is_proven;
         }
+    }
+
+    /// Whether a sample of one tensor rounds to another; `None` if their types or shards show no masters.
+    pub(super) fn is_master(&self, master: usize, model: usize) -> Option<bool> {
+        let shards = [master, model].map(|tensor| self.tensors[tensor].shards.as_slice());
+        let [[master], [model]] = shards else { return None };
+        let fits = master.dtype() == Dtype::F32 && model.dtype() != Dtype::F32 && master.rect() == model.rect();
+        fits.then(|| is_master_of(master, model))
     }
 
     /// Numbers of the partner of a tensor (same parameter, another role) and of its shard with this rectangle. Readers

@@ -11,6 +11,7 @@
 //! | `save` | one save of a whole state: base or delta, attempts |
 //! | `ranks`, `host_writer`, `leader_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
 //! | `layout` | names, shards, ties and slots of a state |
+//! | `numbered` | weights of the parameters that an optimizer numbers |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
@@ -42,6 +43,7 @@ mod input;
 mod layout;
 mod leader_writer;
 mod merged;
+mod numbered;
 mod pace;
 mod parent;
 mod pipeline;
@@ -71,6 +73,7 @@ pub(crate) use finite::NonFinite;
 pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
 pub use leader_writer::LeaderWriter;
+use numbered::NumberedParams;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
@@ -266,6 +269,8 @@ pub struct Writer {
     predecessors: BTreeSet<Id>,
     /// Digest of the last directory that this writer made durable.
     durable_directory: Option<Digest>,
+    /// Weights of the parameters that an optimizer numbers.
+    numbered: NumberedParams,
     unchanged: UnchangedTensors,
     frozen: NamePatterns,
     /// Times of the newest save that was committed, for the next snapshot.

@@ -37,8 +37,8 @@ impl Writer {
         let begun = Instant::now();
         self.stopped.check()?;
         check_user(metadata)?;
-        let layout = StateLayout::new(tensors, blobs, &self.pipeline.options.roles, self.pipeline.store.limits())?;
-        let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
+        let mut layout = StateLayout::new(tensors, blobs, &self.pipeline.options.roles, self.pipeline.store.limits())?;
+        let saved = self.save_layout(step, &mut layout, metadata).await;
         if saved.is_ok() && self.measures_saves {
             let save_ms = Some(milliseconds(begun.elapsed()));
             self.previous = Some(PreviousSave { step, save_ms, upload_ms: self.upload_ms, ..PreviousSave::default() });
@@ -48,15 +48,17 @@ impl Writer {
     }
 
     #[boxed]
-    async fn save_layout(&mut self, request: &Request<'_>) -> Result<SavedSnapshot> {
-        self.pipeline.changed_rows.add(request.layout);
+    async fn save_layout(&mut self, step: u64, layout: &mut StateLayout<'_>, metadata: &Metadata) -> Result<SavedSnapshot> {
+        self.pipeline.changed_rows.add(layout);
         let mut refusal: Option<Error> = None;
         for _ in 0..ATTEMPTS {
-            let (mut parent, mut decision) = self.parent(request.step).await?;
+            let (mut parent, mut decision) = self.parent(step).await?;
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
-            let adapted = self.pipeline.adapt(&mut self.log, request.step, request.layout).await?;
+            self.pair_numbered(step, layout, parent.as_ref()).await?;
+            let request = &Request { step, layout, metadata };
+            let adapted = self.pipeline.adapt(&mut self.log, step, layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
             let outcome = self.attempt(request, parent.as_ref(), decision, adapted).await;
             // After an unknown outcome, nothing is deleted.
@@ -88,10 +90,28 @@ impl Writer {
             tracing::warn!(%error, "saving a base instead");
             refusal = Some(error);
         }
-        let step = request.step;
         let cause = refusal.unwrap_or_else(|| Error::invalid("no attempt was made"));
         let message = format!("the store changed during each of {ATTEMPTS} attempts to save step {step}: {}", cause.message());
         Err(Error::new(ErrorKind::Conflict, message).object(self.pipeline.store.url()).source(cause))
+    }
+
+    /// Gives the moments of numbered parameters the parameters of their weights.
+    #[boxed]
+    async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) -> Result<()> {
+        let input = self.pipeline.input(step, layout, parent);
+        match self.numbered.pair(&input, &self.pipeline.base).await {
+            Ok(weights) => {
+                layout.give_params(weights);
+                // A base cannot prove all pairs.
+                if parent.is_some() {
+                    self.numbered.warn_of_orphans(layout);
+                }
+            }
+            // The save itself reads the parent again, and deals with its damage.
+            Err(error) if parent.is_some() && Parent::is_dispensable(&error) => tracing::debug!(%error, "no pairs were looked for"),
+            Err(error) => return Err(error),
+        }
+        Ok(())
     }
 
     /// Chooses the better parent of a delta by estimated sizes. Gives up a delta that would save too little, make the chain

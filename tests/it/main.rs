@@ -39,6 +39,7 @@ mod maintenance;
 mod mirrors;
 mod narrow;
 mod newer;
+mod numbered;
 #[cfg(all(feature = "aws", feature = "azure"))]
 mod object_stores;
 mod objective;

@@ -1,0 +1,168 @@
+//! Moments and masters that an optimizer numbers are stored by the weights that they belong to, however both are ordered.
+
+use std::sync::Arc;
+
+use crate::common::{data, wrap};
+use object_store::memory::InMemory;
+use tensorcask::interchange::safetensors::Files;
+use tensorcask::{Dtype, Metadata, Policy, RoleRules, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
+
+/// The parameters of `tests/data`, as the optimizer numbers them. Five have the same shape.
+const PARAMS: [&str; 6] =
+    ["h.2.attn_proj.bias", "h.2.attn_proj.weight", "h.2.ln_1.bias", "h.2.ln_1.weight", "h.2.ln_2.bias", "h.2.ln_2.weight"];
+
+/// Orders of the weights in the state, as places in [`PARAMS`].
+const SAME: [usize; 6] = [0, 1, 2, 3, 4, 5];
+const OTHER: [usize; 6] = [5, 1, 4, 2, 0, 3];
+
+/// Names under which trainers save the tensors of a step.
+#[derive(Clone, Copy)]
+struct Names {
+    /// Order of the weights.
+    order: [usize; 6],
+    /// Whether the weights are of 16 bits and have numbered masters. Otherwise the masters are the weights.
+    has_masters: bool,
+    /// Whether the model has one more tensor of the common shape.
+    has_buffer: bool,
+}
+
+impl Names {
+    fn tensors<'a>(&self, input: &'a Files) -> Vec<TensorView<'a>> {
+        let views = input.tensors().unwrap();
+        let named = |source: String, name: String| {
+            let view = views.iter().find(|view| view.name() == source).unwrap();
+            TensorView::new(name, view.dtype(), view.shape(), view.data()).unwrap()
+        };
+        let weights = if self.has_masters { "model" } else { "optimizer.master" };
+        let params = self.order.map(|place| PARAMS[place]);
+        let mut state: Vec<TensorView<'a>> =
+            params.iter().map(|param| named(format!("{weights}.{param}"), format!("model.{param}"))).collect();
+        if self.has_buffer {
+            let zeros: &'static [u8] = &[0; 1024];
+            state.insert(0, TensorView::new("model.running_mean", Dtype::F32, &[256], zeros).unwrap());
+        }
+        let roles = if self.has_masters { vec!["master", "exp_avg", "exp_avg_sq"] } else { vec!["exp_avg", "exp_avg_sq"] };
+        for (number, param) in PARAMS.iter().enumerate() {
+            state.extend(roles.iter().map(|role| named(format!("optimizer.{role}.{param}"), format!("optimizer.state.{number}.{role}"))));
+        }
+        state
+    }
+}
+
+/// A run that saves steps of `tests/data`.
+struct Run {
+    store: Store,
+    writer: Writer,
+}
+
+impl Run {
+    async fn new() -> Self {
+        let store = wrap(Arc::new(InMemory::new()));
+        let writer = store.writer(Policy::Consecutive).await.unwrap();
+        Self { store, writer }
+    }
+
+    async fn save(&mut self, step: u64, names: Names) -> SavedSnapshot {
+        let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+        let state = names.tensors(&input);
+        let saved = self.writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+        let snapshot = self.store.snapshot(step).await.unwrap();
+        for tensor in &state {
+            let found = snapshot.read(tensor.name(), &Slice::all()).await.unwrap();
+            assert!(found.data == tensor.data(), "step {step}, {}", tensor.name());
+        }
+        saved
+    }
+
+    /// Whether every number has the parameter of its weight in a snapshot.
+    async fn is_paired(&self, step: u64) -> bool {
+        let snapshot = self.store.snapshot(step).await.unwrap();
+        let param = |number: usize| snapshot.tensor(&format!("optimizer.state.{number}.exp_avg")).unwrap().param;
+        PARAMS.iter().enumerate().all(|(number, name)| param(number) == *name)
+    }
+}
+
+#[tokio::test]
+async fn weights_are_replayed_by_moments_with_numbers() {
+    let mut run = Run::new().await;
+    let names = Names { order: SAME, has_masters: false, has_buffer: false };
+    run.save(1000, names).await;
+    assert!(run.is_paired(1000).await, "the order tells it");
+    let saved = run.save(1001, names).await;
+    assert!(saved.chunks.contains_key("tc.replay"), "{:?}", saved.chunks);
+    assert!(saved.stored_bytes * 100 < saved.tensor_bytes * 31, "{} of {}", saved.stored_bytes, saved.tensor_bytes);
+}
+
+#[tokio::test]
+async fn a_wrong_order_is_noticed_once_the_weights_have_moved() {
+    for has_buffer in [false, true] {
+        let mut run = Run::new().await;
+        let names = Names { order: OTHER, has_masters: false, has_buffer };
+        run.save(1000, names).await;
+        assert!(!run.is_paired(1000).await);
+        run.save(1001, names).await;
+        assert!(run.is_paired(1001).await);
+        // The pairs are kept, also where weights and moments have moved too far for a proof.
+        run.save(1010, names).await;
+        assert!(run.is_paired(1010).await);
+    }
+}
+
+#[tokio::test]
+async fn a_new_writer_knows_the_pairs_from_its_parent() {
+    let mut run = Run::new().await;
+    let names = Names { order: OTHER, has_masters: false, has_buffer: true };
+    run.save(1000, names).await;
+    run.save(1001, names).await;
+    run.writer = run.store.writer(Policy::Consecutive).await.unwrap();
+    run.save(1010, names).await;
+    assert!(run.is_paired(1010).await);
+}
+
+#[tokio::test]
+async fn masters_with_numbers_prove_their_weights_in_a_base() {
+    let mut run = Run::new().await;
+    let names = Names { order: OTHER, has_masters: true, has_buffer: true };
+    let saved = run.save(1000, names).await;
+    assert!(run.is_paired(1000).await);
+    assert_eq!(saved.chunks.get("tc.remainder"), Some(&6), "{:?}", saved.chunks);
+    let saved = run.save(1001, names).await;
+    assert!(saved.stored_bytes * 100 < saved.tensor_bytes * 34, "{} of {}", saved.stored_bytes, saved.tensor_bytes);
+}
+
+#[tokio::test]
+async fn a_stated_parameter_is_never_replaced() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let roles = RoleRules::parse(["optimizer.state.0.exp_avg=exp_avg:mine"]).unwrap();
+    let mut writer = store.writer_with(WriterOptions { roles, ..WriterOptions::default() }).await.unwrap();
+    let input = Files::open(&[data("step-1000.safetensors")]).unwrap();
+    let names = Names { order: SAME, has_masters: false, has_buffer: false };
+    writer.save(1, &names.tensors(&input), &[], &Metadata::default()).await.unwrap();
+    let snapshot = store.snapshot(1).await.unwrap();
+    assert_eq!(snapshot.tensor("optimizer.state.0.exp_avg").unwrap().param, "mine");
+    assert_eq!(snapshot.tensor("optimizer.state.1.exp_avg").unwrap().param, "h.2.attn_proj.weight");
+}
+
+#[tokio::test]
+async fn numbers_that_name_weights_keep_their_names() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let input = Files::open(&[data("step-1000.safetensors")]).unwrap();
+    let views = input.tensors().unwrap();
+    let of = |role: &str, param: &str, name: &str| {
+        let view = views.iter().find(|view| view.name() == format!("{role}.{param}")).unwrap();
+        TensorView::new(name, view.dtype(), view.shape(), view.data()).unwrap()
+    };
+    // A list of parameters: their names are numbers, too.
+    let state = [
+        of("optimizer.master", PARAMS[2], "model.1"),
+        of("optimizer.master", PARAMS[0], "model.0"),
+        of("optimizer.exp_avg", PARAMS[0], "optimizer.state.0.exp_avg"),
+        of("optimizer.exp_avg", PARAMS[2], "optimizer.state.1.exp_avg"),
+    ];
+    writer.save(1, &state, &[], &Metadata::default()).await.unwrap();
+    let snapshot = store.snapshot(1).await.unwrap();
+    for number in ["0", "1"] {
+        assert_eq!(snapshot.tensor(&format!("optimizer.state.{number}.exp_avg")).unwrap().param, number);
+    }
+}
