@@ -91,7 +91,11 @@ impl Unfinished {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let file = file.as_mut().ok_or_else(aborted)?;
         file.seek(SeekFrom::Start(offset))?;
-        data.iter().try_for_each(|piece| file.write_all(piece))
+        data.iter().try_for_each(|piece| file.write_all(piece))?;
+        if self.fsync {
+            begin_writeback(file, offset, data.content_length());
+        }
+        Ok(())
     }
 
     /// Makes the bytes durable, and gives the file its name.
@@ -170,6 +174,18 @@ fn link(file: &File, path: &Path) -> Result<()> {
     let descriptor = format!("{DESCRIPTORS}/{}", file.as_raw_fd());
     Ok(rustix::fs::linkat(rustix::fs::CWD, descriptor, rustix::fs::CWD, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)?)
 }
+
+/// Begins to write a part to the disk, without waiting. Otherwise the disk idles while the next parts are encoded, and
+/// `fsync` waits for the whole file at the end. Linux does this for pages that are no longer needed.
+#[cfg(target_os = "linux")]
+fn begin_writeback(file: &File, offset: u64, bytes: usize) {
+    let Some(bytes) = std::num::NonZeroU64::new(bytes as u64) else { return };
+    // Only advice: a file system may lack it.
+    let _ignored = rustix::fs::fadvise(file, offset, Some(bytes), rustix::fs::Advice::DontNeed);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn begin_writeback(_: &File, _: u64, _: usize) {}
 
 /// Folder with a link to each open file of this process.
 #[cfg(target_os = "linux")]
