@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
-use super::{ExistingStep, Metadata, NumberedParams, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
+use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
     Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, check_root, forget_unwanted,
@@ -61,7 +61,6 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         log,
         predecessors,
         durable_directory: None,
-        numbered: NumberedParams::default(),
         unchanged,
         frozen,
         previous: None,

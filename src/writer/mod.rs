@@ -73,7 +73,6 @@ pub(crate) use finite::NonFinite;
 pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
 pub use leader_writer::LeaderWriter;
-use numbered::NumberedParams;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
@@ -269,8 +268,6 @@ pub struct Writer {
     predecessors: BTreeSet<Id>,
     /// Digest of the last directory that this writer made durable.
     durable_directory: Option<Digest>,
-    /// Weights of the parameters that an optimizer numbers.
-    numbered: NumberedParams,
     unchanged: UnchangedTensors,
     frozen: NamePatterns,
     /// Times of the newest save that was committed, for the next snapshot.

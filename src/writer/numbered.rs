@@ -23,9 +23,11 @@ use super::base_cache::BaseCache;
 use super::base_chunks::base_chunks;
 use super::input::{ChunkRef, SaveInput};
 use super::layout::{LayoutTensor, StateLayout};
+use super::parent::Parent;
+use super::pipeline::SavePipeline;
 use crate::kernels::floats::numbers;
 use crate::tensor::{is_moment, is_parameter};
-use crate::{Dtype, Result, parallel};
+use crate::{Dtype, Result, boxed, parallel};
 
 /// Weights of numbered parameters, as a writer knows them from save to save.
 #[derive(Debug, Default)]
@@ -75,10 +77,32 @@ enum Verdict {
     Unknown,
 }
 
+impl SavePipeline {
+    /// Gives the moments of numbered parameters the parameters of their weights. The layout holds the whole state: ranks that
+    /// hold parts of it could find different pairs.
+    #[boxed]
+    pub(super) async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) -> Result<()> {
+        let mut numbered = std::mem::take(&mut self.numbered);
+        match numbered.pair(&self.input(step, layout, parent), &self.base).await {
+            Ok(()) => {
+                layout.give_params(&numbered.weights);
+                // A base cannot prove all pairs.
+                if parent.is_some() {
+                    numbered.warn_of_orphans(layout);
+                }
+            }
+            // The save itself reads the parent again, and deals with its damage.
+            Err(error) if parent.is_some() && Parent::is_dispensable(&error) => tracing::debug!(%error, "no pairs were looked for"),
+            Err(error) => return Err(error),
+        }
+        self.numbered = numbered;
+        Ok(())
+    }
+}
+
 impl NumberedParams {
-    /// Finds the weights of the numbered parameters of a layout. Returns the parameter of the weight for each numbered parameter
-    /// that has one.
-    pub(super) async fn pair(&mut self, input: &SaveInput<'_>, cache: &BaseCache) -> Result<&HashMap<String, String>> {
+    /// Finds the weights of the numbered parameters of a layout.
+    async fn pair(&mut self, input: &SaveInput<'_>, cache: &BaseCache) -> Result<()> {
         let classes = classes(input.layout);
         let entries: HashSet<&str> = classes.values().flat_map(|class| &class.entries).map(|entry| entry.param.as_str()).collect();
         self.weights.retain(|param, _| entries.contains(param.as_str()));
@@ -103,11 +127,11 @@ impl NumberedParams {
                 }
             }
         }
-        Ok(&self.weights)
+        Ok(())
     }
 
     /// Warns, once, of moments without a weight beside weights of the same shape without moments. `layout`: with the pairs.
-    pub(super) fn warn_of_orphans(&mut self, layout: &StateLayout<'_>) {
+    fn warn_of_orphans(&mut self, layout: &StateLayout<'_>) {
         if self.has_warned {
             return;
         }

@@ -24,6 +24,7 @@ use super::changed_rows::{ChangedRows, NextRows};
 use super::choices::Choices;
 use super::input::{SaveInput, label};
 use super::layout::{LayoutTensor, StateLayout};
+use super::numbered::NumberedParams;
 use super::pace::{ObjectiveReport, Pace, PacedSave};
 use super::parent::Parent;
 use super::plan::SavePlan;
@@ -57,6 +58,8 @@ pub(super) struct SavePipeline {
     pub changed_rows: ChangedRows,
     /// Settings that were chosen for tensors whose rules allow several.
     settings: ChosenSettings,
+    /// Weights of the parameters that an optimizer numbers.
+    pub numbered: NumberedParams,
     /// Codecs that were chosen in earlier saves, by objective.
     choices: HashMap<Objective, Choices>,
     /// Measured rates, for the objective `auto`.
@@ -136,6 +139,7 @@ impl SavePipeline {
             base,
             changed_rows,
             settings,
+            numbered: NumberedParams::default(),
             choices: HashMap::new(),
             pace: Pace::default(),
             ahead: None,
@@ -215,7 +219,7 @@ impl SavePipeline {
             self.input(step, layout, parent).warn_of_guesses();
         }
         self.choose_settings(step, layout, parent)?;
-        let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead, written } = self;
+        let Self { store, options, precision, base, changed_rows, settings, choices, pace, ahead, written, .. } = self;
         written.clear();
         let input = SaveInput { store, options, precision, changed_rows, settings, step, layout, parent };
         let mut slots = layout.slots();

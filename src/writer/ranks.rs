@@ -173,9 +173,12 @@ impl RankPart {
         let store = self.pipeline.store.clone();
         let Rank { rank, world, attempt } = self.rank;
         let roles = self.pipeline.options.roles.clone();
-        let layout = StateLayout::of_rank(tensors, blobs, &roles, store.limits(), Some(rank))?;
+        let mut layout = StateLayout::of_rank(tensors, blobs, &roles, store.limits(), Some(rank))?;
         self.promote_pending(parent);
         self.pipeline.changed_rows.add(&layout);
+        if world == 1 {
+            self.pipeline.pair_numbered(step, &mut layout, parent).await?;
+        }
         let mut uploaded = loop {
             match self.pipeline.write_casks(step, &layout, parent).await {
                 Ok(uploaded) => break uploaded,

@@ -56,7 +56,7 @@ impl Writer {
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
-            self.pair_numbered(step, layout, parent.as_ref()).await?;
+            self.pipeline.pair_numbered(step, layout, parent.as_ref()).await?;
             let request = &Request { step, layout, metadata };
             let adapted = self.pipeline.adapt(&mut self.log, step, layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
@@ -93,25 +93,6 @@ impl Writer {
         let cause = refusal.unwrap_or_else(|| Error::invalid("no attempt was made"));
         let message = format!("the store changed during each of {ATTEMPTS} attempts to save step {step}: {}", cause.message());
         Err(Error::new(ErrorKind::Conflict, message).object(self.pipeline.store.url()).source(cause))
-    }
-
-    /// Gives the moments of numbered parameters the parameters of their weights.
-    #[boxed]
-    async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) -> Result<()> {
-        let input = self.pipeline.input(step, layout, parent);
-        match self.numbered.pair(&input, &self.pipeline.base).await {
-            Ok(weights) => {
-                layout.give_params(weights);
-                // A base cannot prove all pairs.
-                if parent.is_some() {
-                    self.numbered.warn_of_orphans(layout);
-                }
-            }
-            // The save itself reads the parent again, and deals with its damage.
-            Err(error) if parent.is_some() && Parent::is_dispensable(&error) => tracing::debug!(%error, "no pairs were looked for"),
-            Err(error) => return Err(error),
-        }
-        Ok(())
     }
 
     /// Chooses the better parent of a delta by estimated sizes. Gives up a delta that would save too little, make the chain

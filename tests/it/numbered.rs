@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::common::{data, wrap};
 use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{Dtype, Metadata, Policy, RoleRules, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
+use tensorcask::{Dtype, Metadata, Policy, Rank, RoleRules, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
 /// The parameters of `tests/data`, as the optimizer numbers them. Five have the same shape.
 const PARAMS: [&str; 6] =
@@ -128,6 +128,21 @@ async fn masters_with_numbers_prove_their_weights_in_a_base() {
     assert_eq!(saved.chunks.get("tc.remainder"), Some(&6), "{:?}", saved.chunks);
     let saved = run.save(1001, names).await;
     assert!(saved.stored_bytes * 100 < saved.tensor_bytes * 34, "{} of {}", saved.stored_bytes, saved.tensor_bytes);
+}
+
+#[tokio::test]
+async fn the_only_rank_of_a_job_finds_the_weights_too() {
+    let mut run = Run::new().await;
+    let options = WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() };
+    let mut rank = run.store.rank_writer(Rank { rank: 0, world: 1, attempt: 0 }, options).await.unwrap();
+    let names = Names { order: OTHER, has_masters: false, has_buffer: true };
+    for step in [1000, 1001] {
+        let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+        let receipt = rank.save(step, &names.tensors(&input), &[]).await.unwrap();
+        run.writer.commit_receipts(step, &[receipt], &Metadata::default()).await.unwrap();
+    }
+    assert!(run.is_paired(1001).await);
+    assert!(run.store.snapshot(1001).await.unwrap().verify().await.is_ok());
 }
 
 #[tokio::test]
