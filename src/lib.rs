@@ -126,8 +126,8 @@ pub use limits::Limits;
 pub use precision::{Precision, PrecisionDecision, RoundingReport, TensorRounding};
 pub use reader::{
     Bf16View, Bisection, CopyReason, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, PartPlace, Predicate, ReadCounts,
-    ReadRequest, RecoveredSnapshot, SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables,
-    StoredPart, StoredTensor, Survey, TensorMap, TensorPart, TensorStatistics, UpdateReport,
+    ReadRequest, RecoveredSnapshot, SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepGradient, StepSelector,
+    StoreTables, StoredPart, StoredTensor, Survey, TensorMap, TensorPart, TensorStatistics, UpdateReport,
 };
 pub use store::{
     AheadUploads, Bandwidth, Environment, IoCounts, PendingRequest, Store, StoreOptions, absolute_url, is_credential, with_absolute_path,

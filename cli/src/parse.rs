@@ -86,35 +86,48 @@ fn pair(text: &str) -> Result<(&str, &str), String> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SliceArg {
     pub name: String,
-    ranges: Vec<(Option<u64>, Option<u64>)>,
+    pub ranges: Ranges,
 }
+
+/// One range per leading dimension, with optional ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Ranges(Vec<(Option<u64>, Option<u64>)>);
 
 /// Parses `NAME[a:b]` or `NAME[a:b,c:d]`. Both ends of a range are optional.
 pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
     let bad = || "write NAME[a:b] or NAME[a:b,c:d]; a or b may be left out".to_owned();
     let parts = text.strip_suffix(']').and_then(|text| text.rsplit_once('['));
     let (name, ranges) = parts.filter(|(name, _)| !name.is_empty()).ok_or_else(bad)?;
-    let end = |text: &str| match text.trim() {
-        "" => Ok(None),
-        number if number.starts_with('-') => Err(format!("`{number}`: negative numbers are not supported; count from the start")),
-        number => number.parse().map(Some).map_err(|_| format!("`{}` is not a number: {}", number.escape_debug(), bad())),
-    };
-    let range = |text: &str| match text.split(':').collect::<Vec<_>>()[..] {
-        [from, to] => Ok((end(from)?, end(to)?)),
-        [single] => match single.trim().parse::<u64>() {
-            Ok(index) => Err(format!("`{single}`: a single index is not supported; write {index}:{}", index.saturating_add(1))),
-            Err(_) => Err(bad()),
-        },
-        _ => Err(format!("`{}`: a slice has no step; write a:b", text.escape_debug())),
-    };
-    Ok(SliceArg { name: name.to_owned(), ranges: ranges.split(',').map(range).collect::<Result<_, String>>()? })
+    Ok(SliceArg { name: name.to_owned(), ranges: Ranges::parse(ranges, bad)? })
 }
 
-impl SliceArg {
+/// Parses `a:b` or `a:b,c:d`. Both ends of a range are optional.
+pub(crate) fn ranges(text: &str) -> Result<Ranges, String> {
+    Ranges::parse(text, || "write a:b or a:b,c:d; a or b may be left out".to_owned())
+}
+
+impl Ranges {
+    fn parse(text: &str, bad: impl Fn() -> String) -> Result<Self, String> {
+        let end = |text: &str| match text.trim() {
+            "" => Ok(None),
+            number if number.starts_with('-') => Err(format!("`{number}`: negative numbers are not supported; count from the start")),
+            number => number.parse().map(Some).map_err(|_| format!("`{}` is not a number: {}", number.escape_debug(), bad())),
+        };
+        let range = |text: &str| match text.split(':').collect::<Vec<_>>()[..] {
+            [from, to] => Ok((end(from)?, end(to)?)),
+            [single] => match single.trim().parse::<u64>() {
+                Ok(index) => Err(format!("`{single}`: a single index is not supported; write {index}:{}", index.saturating_add(1))),
+                Err(_) => Err(bad()),
+            },
+            _ => Err(format!("`{}`: a slice has no step; write a:b", text.escape_debug())),
+        };
+        Ok(Self(text.split(',').map(range).collect::<Result<_, String>>()?))
+    }
+
     /// Slice of a tensor of this shape. The library checks the bounds.
     pub(crate) fn of(&self, shape: &[u64]) -> Slice {
         let extent = |dimension: usize| shape.get(dimension).copied().unwrap_or(0);
-        let ranges = self.ranges.iter().enumerate();
+        let ranges = self.0.iter().enumerate();
         Slice::ranges(ranges.map(|(at, (from, to))| from.unwrap_or(0)..to.unwrap_or_else(|| extent(at))).collect::<Vec<_>>())
     }
 }
@@ -155,7 +168,7 @@ mod tests {
 
     #[test]
     fn slices_are_read() {
-        let of = |text: &str| slice(text).map(|slice| (slice.name.clone(), slice.of(&[100, 8])));
+        let of = |text: &str| slice(text).map(|slice| (slice.name.clone(), slice.ranges.of(&[100, 8])));
         assert_eq!(of("w[5:7]"), Ok(("w".into(), Slice::rows(5..7))));
         assert_eq!(of("w[5:]"), Ok(("w".into(), Slice::rows(5..100))));
         assert_eq!(of("a[0].w[:7, 2:4]"), Ok(("a[0].w".into(), Slice::ranges([0..7, 2..4]))));

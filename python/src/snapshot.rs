@@ -87,6 +87,23 @@ impl Snapshot {
         with_requests(py, requests, |requests| until_done(&self.store, self.inner.as_bf16().read_many_into(requests)))
     }
 
+    /// Reads the gradient of a rectangle into a buffer, as f32. Returns the name of the moment that stores the gradient, decay and
+    /// weight of its rules, the greatest and the mean number of significant bits, and the number of estimated elements.
+    #[allow(clippy::type_complexity, reason = "a row of a table")]
+    fn gradient_into(&self, py: Python<'_>, request: Request<'_>) -> PyResult<(String, Vec<(f32, f32)>, u32, f64, u64)> {
+        with_requests(py, vec![request], |requests| {
+            let Some(ReadRequest { name, slice, out }) = requests.into_iter().next() else { return Err(beyond()) };
+            let found = until_done(&self.store, self.inner.gradient(name, &slice))?;
+            if out.len() != found.tensor.data.len() {
+                let message = format!("the buffer has {} bytes, but the gradient has {}", out.len(), found.tensor.data.len());
+                return Err(raise(&tensorcask::Error::invalid(message).tensor(name)));
+            }
+            out.copy_from_slice(&found.tensor.data);
+            let rules = found.rules.iter().map(|rule| (rule.decay, rule.weight)).collect();
+            Ok((found.moment, rules, found.longest_bits, found.mean_bits, found.estimated_elements))
+        })
+    }
+
     /// Turns the tensors of the snapshot `have`, held in these buffers, into those of this snapshot. Returns the number
     /// of chunks that were unchanged, advanced by deltas, and rebuilt.
     fn update_into(&self, py: Python<'_>, have: &Self, tensors: Vec<(String, Bound<'_, PyAny>)>) -> PyResult<(u64, u64, u64)> {

@@ -55,6 +55,27 @@ class StoredPart:
     reason: str | None
 
 
+@dataclass(frozen=True)
+class StepGradient:
+    """Gradient of one step, as read by :meth:`Snapshot.gradient_report`.
+
+    ``gradient``: tensor of dtype f32 in the shape of the slice. ``moment``: name of the first moment or momentum that stores it.
+
+    ``rules``: decay and weight of ``decay * moment + weight * gradient``, as the writer found them: beta1 and 1 - beta1 for Adam. If
+    the optimizer used others, the gradients are not those of the optimizer. ``longest_bits``: most significant bits of a stored gradient, before
+    the factor of the step: 8 or fewer if all of them are bf16 numbers times one factor, 11 or fewer for f16. ``mean_bits``: their
+    mean. ``estimated_elements``: number of elements stored without a gradient; theirs are estimated from both moments. These four
+    cover the whole chunks that the slice touches.
+    """
+
+    gradient: Any
+    moment: str
+    rules: list[tuple[float, float]]
+    longest_bits: int
+    mean_bits: float
+    estimated_elements: int
+
+
 class ChainLink(NamedTuple):
     """A snapshot of a chain."""
 

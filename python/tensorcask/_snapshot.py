@@ -11,7 +11,7 @@ from . import _collector, _convert, _device, _dtypes, _frameworks, _html, _mappe
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
-from ._reports import ChainLink, StoredPart, TensorInfo
+from ._reports import ChainLink, StepGradient, StoredPart, TensorInfo
 from ._state import TREE
 
 _log = logging.getLogger("tensorcask")
@@ -138,6 +138,62 @@ class Snapshot(SnapshotView):
         ``load(mmap=True)`` maps a tensor that has one part, with a ``path``.
         """
         return _mapped.parts_of(self._native, name)
+
+    def gradient(self, name: str, slices: slice | tuple[slice, ...] = (), *, framework: Framework | None = None) -> Any:
+        """Returns the gradient of this step, as the optimizer added it to its first moment or momentum: after clipping, and
+        with a loss scale that was not removed before. Reads only the chunks that the slice touches, and checks them.
+
+        The chunks of ``tc.gradient`` and ``tc.joint`` hold it. Save each step with ``policy="consecutive"``, and train in mixed
+        precision: gradients that were computed in f32 are stored only if the codec is assigned
+        (``codecs=["exp_avg=tc.gradient"]``), and their low bits may then differ.
+
+        With moments in f32, a bf16 gradient is restored exactly unless it is less than a thousandth of its moment; then it
+        differs by less than 2**-19 of the moment (for beta1 0.9). A clipped gradient is, too, if the writer found the factor:
+        ``longest_bits`` of :meth:`gradient_report` is then at most 8. With moments in bf16, the gradient is an estimate that
+        leads to the moments and the weight; low bits differ.
+
+        Args:
+            name: Name of a weight, or of its first moment or momentum.
+            slices: A slice, or one slice per leading dimension. Default: the whole tensor.
+            framework: ``"torch"``, ``"numpy"``, ``"jax"`` or ``"bytes"``. Default: that of the saved tensor.
+
+        Returns:
+            A tensor of dtype f32, in the shape of the slice.
+
+        Raises:
+            NotFoundError: The tensor has no moment, or a chunk holds no gradient of this step: that of a base, an unchanged
+                one, one of another codec, or a delta against another step than the one before.
+            TemplateError: No tensor of this name.
+            CorruptionError: A chunk that is damaged.
+
+        >>> import tensorcask, torch
+        >>> store = tensorcask.Store("memory://gradient-example")
+        >>> weight = torch.zeros(100, 100, requires_grad=True)
+        >>> optimizer = torch.optim.AdamW([weight])
+        >>> for step in range(3):
+        ...     weight.grad = torch.randint(-127, 128, (100, 100)).float() / 64  # fits bf16
+        ...     optimizer.step()
+        ...     _ = store.save({"optimizer": optimizer.state_dict()}, step=step, policy="consecutive")
+        >>> torch.equal(store.snapshot(2).gradient("optimizer.state.0.exp_avg"), weight.grad)
+        True
+        """
+        return self.gradient_report(name, slices, framework=framework).gradient
+
+    def gradient_report(
+        self, name: str, slices: slice | tuple[slice, ...] = (), *, framework: Framework | None = None
+    ) -> StepGradient:
+        """Returns the gradient of this step as :meth:`gradient` does, with facts that tell how exact it is."""
+        offset, shape = rect_of(self.step, name, self._tensors.get(name), check_slices(name, slices))
+        place = _frameworks.place(framework or self._framework_of(name), "f32", shape, name)
+        facts = self._native.gradient_into((name, offset, shape, place.buffer))
+        return StepGradient(place.finish(), *facts)
+
+    def _framework_of(self, name: str) -> str:
+        for _, tree in trees_of(self._native):
+            for kind, value in tree:
+                if kind == "tensor" and value[0] == name:
+                    return str(value[1])
+        return _frameworks.default_framework()
 
     def verify(self) -> None:
         """Decodes and checks every chunk. Raises an error if something is wrong."""

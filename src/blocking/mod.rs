@@ -215,6 +215,11 @@ impl Snapshot {
         self.runtime.wait(self.inner.read_into(name, slice, out))
     }
 
+    /// See [`Snapshot::gradient`](crate::Snapshot::gradient).
+    pub fn gradient(&self, name: &str, slice: &Slice) -> Result<crate::StepGradient> {
+        self.runtime.wait(self.inner.gradient(name, slice))
+    }
+
     /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
     pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::UpdateReport> {
         self.runtime.wait(self.inner.update_into(&have.inner, tensors))

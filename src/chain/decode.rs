@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use super::recipe::{Op, Recipe};
 use super::walk::ShardPlan;
-use crate::codec::{ChunkKind, Columns, Partner, Registry};
+use crate::codec::{ChunkKind, Columns, GradientForm, Partner, Registry};
 use crate::limits::{to_usize, zeroed};
 use crate::spare::Spare;
 use crate::{Error, Result};
@@ -15,6 +15,25 @@ pub(crate) struct Aim<'a> {
     pub crc: u32,
     /// Destination of the bytes. Without one, the chunk gets a buffer of its own.
     pub out: Option<&'a mut [u8]>,
+    /// Whether the gradients that the chunk stores are requested, too.
+    pub gradient: bool,
+}
+
+/// A requested chunk, decoded and compared with its checksum.
+#[derive(Debug, Default)]
+pub(crate) struct DecodedChunk {
+    /// Decoded bytes; `None` if they went to a destination.
+    pub bytes: Option<Vec<u8>>,
+    /// Gradients, if they were requested.
+    pub gradients: Option<Gradients>,
+}
+
+/// Gradients of a chunk.
+#[derive(Debug)]
+pub(crate) struct Gradients {
+    /// An f32 for each element.
+    pub numbers: Spare,
+    pub form: GradientForm,
 }
 
 /// Result of an op.
@@ -35,7 +54,7 @@ impl Value<'_> {
 }
 
 /// Decodes chunk `chunk` of the shards of a recipe, given the pages of each op. Compares the requested chunks with
-/// their checksums. Returns the buffers of the aims without a destination. An error names the op that failed.
+/// their checksums. An error names the op that failed.
 pub(crate) fn decode_recipe(
     registry: &Registry,
     shards: &[ShardPlan],
@@ -43,7 +62,7 @@ pub(crate) fn decode_recipe(
     chunk: u64,
     pages: &[Vec<Bytes>],
     aims: Vec<Aim<'_>>,
-) -> std::result::Result<Vec<Option<Vec<u8>>>, (usize, Error)> {
+) -> std::result::Result<Vec<DecodedChunk>, (usize, Error)> {
     let ops = &recipe.ops;
     let mut last_use: Vec<usize> = (0..ops.len()).collect();
     let mut last_use_of_gradients = last_use.clone();
@@ -56,10 +75,15 @@ pub(crate) fn decode_recipe(
         }
     }
     let mut values: Vec<Option<Value<'_>>> = ops.iter().map(|_| None).collect();
-    let mut gradients: Vec<Option<Spare>> = ops.iter().map(|_| None).collect();
+    let mut gradients: Vec<Option<Gradients>> = ops.iter().map(|_| None).collect();
+    let mut gives_gradient: Vec<bool> = ops.iter().map(|op| op.gives_gradient).collect();
     let mut wanted = Vec::with_capacity(aims.len());
-    for Aim { op, crc, out } in aims {
+    for Aim { op, crc, out, gradient } in aims {
         wanted.push((op, crc, out.is_none()));
+        if gradient && let (Some(gives), Some(last)) = (gives_gradient.get_mut(op), last_use_of_gradients.get_mut(op)) {
+            *gives = true;
+            *last = ops.len();
+        }
         if let Some(value) = values.get_mut(op) {
             let own = || length_of(shards, ops, op, chunk).and_then(|bytes| zeroed(bytes, "a chunk")).map_err(|e| (op, e));
             *value = Some(match out {
@@ -84,19 +108,19 @@ pub(crate) fn decode_recipe(
             Value::Between(bytes) => bytes,
             Value::Out(bytes) => bytes,
         };
-        let mut gradient = match op.gives_gradient {
+        let mut numbers = match gives_gradient[at] {
             true => Some(gradients_of(shards, op, chunk).map_err(|e| (at, e))?),
             false => None,
         };
         let inputs = Decoded { values: &values, gradients: &gradients };
-        decode_op(registry, shards, op, chunk, pages, inputs, out, gradient.as_deref_mut()).map_err(|e| (at, e))?;
+        let form = decode_op(registry, shards, op, chunk, pages, inputs, out, numbers.as_deref_mut()).map_err(|e| (at, e))?;
         values[at] = Some(value);
-        gradients[at] = gradient;
+        gradients[at] = numbers.zip(form).map(|(numbers, form)| Gradients { numbers, form });
         for used in op.inputs() {
             if last_use[used] == at {
                 values[used] = None;
             }
-            // A chunk that is requested stays to the end; its gradients need not.
+            // A chunk that is requested stays to the end; its gradients only if they are requested, too.
             if last_use_of_gradients[used] <= at {
                 gradients[used] = None;
             }
@@ -107,10 +131,11 @@ pub(crate) fn decode_recipe(
         let Some(value) = values.get_mut(op) else { return Err((op, Error::invalid("no such op"))) };
         let made = value.as_ref().ok_or_else(|| Error::corrupt("a chunk was not decoded"));
         made.and_then(|made| check_decoded(made.bytes(), crc)).map_err(|e| (op, e))?;
-        results.push(match value.take() {
+        let bytes = match value.take() {
             Some(Value::Owned(bytes)) if owned => Some(bytes),
             _ => None,
-        });
+        };
+        results.push(DecodedChunk { bytes, gradients: gradients.get_mut(op).and_then(Option::take) });
     }
     Ok(results)
 }
@@ -141,7 +166,7 @@ fn gradients_of(shards: &[ShardPlan], op: &Op, chunk: u64) -> Result<Spare> {
 #[derive(Clone, Copy)]
 struct Decoded<'a> {
     values: &'a [Option<Value<'a>>],
-    gradients: &'a [Option<Spare>],
+    gradients: &'a [Option<Gradients>],
 }
 
 impl<'a> Decoded<'a> {
@@ -150,7 +175,7 @@ impl<'a> Decoded<'a> {
     }
 
     fn gradient(&self, op: usize) -> Result<&'a [u8]> {
-        self.gradients.get(op).and_then(Option::as_deref).ok_or_else(too_early)
+        self.gradients.get(op).and_then(Option::as_ref).map(|gradients| &*gradients.numbers).ok_or_else(too_early)
     }
 }
 
@@ -158,6 +183,7 @@ fn too_early() -> Error {
     Error::invalid("an op comes before an op that it depends on")
 }
 
+/// Decodes one op. Returns how the chunk stores its gradients, if there is a buffer for them.
 #[allow(clippy::too_many_arguments, reason = "the parts of one op")]
 fn decode_op(
     registry: &Registry,
@@ -168,7 +194,7 @@ fn decode_op(
     inputs: Decoded<'_>,
     out: &mut [u8],
     gradient: Option<&mut [u8]>,
-) -> Result<()> {
+) -> Result<Option<GradientForm>> {
     let plan = shards.get(op.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
     let codec = op.step.entry.codec.as_ref().ok_or_else(|| Error::corrupt("a stored chunk without a codec"))?;
     let codec = registry.resolve(codec)?;
@@ -193,7 +219,7 @@ fn decode_op(
         partners: &partners,
     };
     match gradient {
-        Some(gradient) => crate::codec::decode_gradient(codec.as_ref(), &input, out, gradient),
-        None => crate::codec::decode(codec.as_ref(), &input, out),
+        Some(gradient) => crate::codec::decode_gradient(codec.as_ref(), &input, out, gradient).map(Some),
+        None => crate::codec::decode(codec.as_ref(), &input, out).map(|()| None),
     }
 }

@@ -13,7 +13,7 @@ mod walk;
 
 pub(crate) use content::content_digests;
 pub use decision::{DecisionReason, DeltaEstimate, PolicyDecision};
-pub(crate) use decode::{Aim, check_decoded, decode_recipe};
+pub(crate) use decode::{Aim, DecodedChunk, check_decoded, decode_recipe};
 pub(crate) use link::Link;
 pub(crate) use parent_choice::{ParentChoice, ParentSizes};
 pub use policy::Policy;

@@ -83,7 +83,7 @@ pub(crate) fn decode(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8]) -
 }
 
 /// Decodes a chunk and its gradients in the default floating-point environment.
-pub(crate) fn decode_gradient(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+pub(crate) fn decode_gradient(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<GradientForm> {
     let _environment = crate::kernels::DefaultEnvironment::enter();
     codec.decode_gradient(columns, out, gradient)
 }
@@ -406,6 +406,12 @@ pub trait Codec: Send + Sync + Debug {
     /// Fills `out`, which must have exactly the chunk's size.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;
 
+    /// Whether a chunk with these columns holds gradients, so that [`Codec::decode_gradient`] returns them.
+    fn holds_gradients(&self, names: &[&str]) -> bool {
+        let _ = names;
+        false
+    }
+
     /// Whether chunks of partners may need the gradients that this codec stores with a chunk.
     fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
         let _ = chunk;
@@ -413,11 +419,34 @@ pub trait Codec: Send + Sync + Debug {
     }
 
     /// Does as [`Codec::decode`], and fills `gradient` with the gradient of each element as f32, for codecs that need it
-    /// of a partner ([`Need::gradient`]). By default, chunks hold no gradients.
-    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+    /// of a partner ([`Need::gradient`]). Returns how the chunk stores them. By default, chunks hold no gradients.
+    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<GradientForm> {
         let _ = (columns, out, gradient);
         Err(no_gradients(self))
     }
+}
+
+/// How a gradient is added to a first moment or a momentum: `decay * moment + weight * gradient`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MomentRule {
+    /// Decay of the moment: beta1 of Adam, or the momentum.
+    pub decay: f32,
+    /// Weight of the gradient: 1 - beta1 for Adam, 1 - dampening for SGD.
+    pub weight: f32,
+}
+
+/// How a chunk stores its gradients.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GradientForm {
+    /// How the gradients give the moments.
+    pub rule: MomentRule,
+    /// Greatest number of significant bits of a stored gradient, before the factor of the step; 8 or fewer if all of them are
+    /// bf16 numbers, 11 or fewer if they are f16 numbers.
+    pub longest_bits: u32,
+    /// Sum of the significant bits of all stored gradients.
+    pub total_bits: u64,
+    /// Number of elements that are stored without a gradient. The gradient of each is estimated from both moments.
+    pub estimated_elements: u64,
 }
 
 /// The error of a chunk whose gradients another chunk needs.

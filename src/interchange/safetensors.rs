@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
-use crate::{Dtype, Error, ReadRequest, Result, Slice, SlicePart, Snapshot, TensorView, boxed};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, SlicePart, Snapshot, Tensor, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -193,6 +193,15 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     }
     out.flush().map_err(io)?;
     Ok(file_bytes)
+}
+
+/// Writes a tensor in memory as a safetensors file.
+pub fn write_tensor(tensor: &Tensor, out: &mut impl Write) -> Result<()> {
+    let Tensor { name, dtype, shape, data } = tensor;
+    let entry = json!({ "dtype": name_of(*dtype, name)?, "shape": shape, "data_offsets": [0, data.len()] });
+    let header = encode_header(Map::from_iter([(name.clone(), entry)]))?;
+    let written = [&length_prefix(header.len() as u64)[..], &header, data].into_iter().try_for_each(|bytes| out.write_all(bytes));
+    written.and_then(|()| out.flush()).map_err(|e| Error::io("the output file", e).tensor(name))
 }
 
 /// Encodes a header as JSON, padded with spaces to eight bytes.

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::open_chain::OpenChain;
 use super::{CaskSource, Pages};
-use crate::chain::{Aim, Plans, Recipe, ShardPlan, Step, decode_recipe};
+use crate::chain::{Aim, DecodedChunk, Plans, Recipe, ShardPlan, Step, decode_recipe};
 use crate::container::PageEntry;
 use crate::limits::to_usize;
 use crate::store::{Work, concurrently};
@@ -40,7 +40,7 @@ const BATCH_BYTES: u64 = 32 << 20;
 const CONCURRENT_OBJECTS: usize = 8;
 
 /// Chunks that are rebuilt together: a single chunk, or chunks of one family at the same place.
-struct Job<'a> {
+pub(super) struct Job<'a> {
     chunk: u64,
     recipe: Recipe,
     wanted: Vec<Wanted<'a>>,
@@ -54,30 +54,32 @@ struct Wanted<'a> {
     target: Target<'a>,
 }
 
-enum Target<'a> {
+pub(super) enum Target<'a> {
     /// One run of the destination, for decoding in place.
     InPlace(&'a mut [u8]),
     /// A separate buffer, whose runs are then copied into the buffer of an item.
     Copy { item: usize },
+    /// A separate buffer for the gradients that the chunk stores. The chunk itself is only checked.
+    Gradient { item: usize },
     /// No destination: the chunk is only checked.
     Nothing,
 }
 
 /// Collects requested chunks into jobs.
-struct Jobs<'a, 'b> {
+pub(super) struct Jobs<'a, 'b> {
     chain: &'b OpenChain,
     plans: &'b Plans,
-    jobs: Vec<Job<'a>>,
+    pub(super) jobs: Vec<Job<'a>>,
     /// Job for a chunk of a family, by family and chunk.
     by_family: HashMap<(usize, u64), usize>,
 }
 
 impl<'a, 'b> Jobs<'a, 'b> {
-    fn new(chain: &'b OpenChain, plans: &'b Plans) -> Self {
+    pub(super) fn new(chain: &'b OpenChain, plans: &'b Plans) -> Self {
         Self { chain, plans, jobs: Vec::new(), by_family: HashMap::new() }
     }
 
-    fn add(&mut self, shard: usize, chunk: u64, target: Target<'a>) -> Result<()> {
+    pub(super) fn add(&mut self, shard: usize, chunk: u64, target: Target<'a>) -> Result<()> {
         let number = match self.plans.family(shard) {
             Some(family) => *self.by_family.entry((family, chunk)).or_insert(self.jobs.len()),
             None => self.jobs.len(),
@@ -101,11 +103,11 @@ impl<'a, 'b> Jobs<'a, 'b> {
 }
 
 /// A chunk that was decoded into a separate buffer.
-struct Apart {
+pub(super) struct Apart {
     item: usize,
-    shard: usize,
-    chunk: u64,
-    bytes: Vec<u8>,
+    pub(super) shard: usize,
+    pub(super) chunk: u64,
+    pub(super) decoded: DecodedChunk,
 }
 
 /// Pages of the ops of a job.
@@ -174,12 +176,13 @@ impl OpenChain {
         }
         let jobs = jobs.jobs;
         self.run(shards, jobs, None, |apart: Apart| {
-            if let Some((rect, out)) = copies.get_mut(apart.item).and_then(Option::as_mut) {
+            let copy = copies.get_mut(apart.item).and_then(Option::as_mut);
+            if let (Some((rect, out)), Some(bytes)) = (copy, &apart.decoded.bytes) {
                 let plan = &shards[apart.shard];
                 let window = plan.grid.elements(apart.chunk);
                 let start = window.start;
                 for run in contiguous_runs(&plan.rect, rect, window) {
-                    copy_run(plan.dtype, Run { source: run.source - start, ..run }, &apart.bytes, out);
+                    copy_run(plan.dtype, Run { source: run.source - start, ..run }, bytes, out);
                 }
             }
         })
@@ -251,7 +254,7 @@ impl OpenChain {
     /// Plans shards and the partners that their chunks need, and reads their indexes and parts. Takes two rounds of
     /// requests, and two more for each step from partner to partner.
     #[boxed]
-    async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
+    pub(super) async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
         let mut plans = Plans::of(shards);
         let mut done = 0;
         while done < plans.shards.len() {
@@ -267,7 +270,13 @@ impl OpenChain {
     }
 
     /// Rebuilds the chunks of all jobs. Passes the chunks that were decoded into separate buffers to `apart`.
-    async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut work: Option<&mut Work>, mut apart: impl FnMut(Apart)) -> Result<()> {
+    pub(super) async fn run(
+        &self,
+        shards: &[ShardPlan],
+        jobs: Vec<Job<'_>>,
+        mut work: Option<&mut Work>,
+        mut apart: impl FnMut(Apart),
+    ) -> Result<()> {
         let mut batches = split(shards, jobs).into_iter().peekable();
         let start = |batch: &Vec<Job<'_>>| {
             let steps = batch.iter().flat_map(|job| &job.recipe.ops).map(|op| &op.step);
@@ -307,17 +316,17 @@ impl OpenChain {
         let mut aims = Vec::with_capacity(wanted.len());
         let mut places = Vec::with_capacity(wanted.len());
         for Wanted { shard, op, crc, target } in wanted {
+            let gradient = matches!(target, Target::Gradient { .. });
             let (out, item) = match target {
                 Target::InPlace(out) => (Some(out), None),
-                Target::Copy { item } => (None, Some(item)),
+                Target::Copy { item } | Target::Gradient { item } => (None, Some(item)),
                 Target::Nothing => (None, None),
             };
-            aims.push(Aim { op, crc, out });
+            aims.push(Aim { op, crc, out, gradient });
             places.push((shard, item));
         }
         let made = decode_recipe(self.store.registry(), shards, &recipe, chunk, pages, aims).map_err(locate)?;
-        let apart =
-            made.into_iter().zip(places).filter_map(|(bytes, (shard, item))| Some(Apart { item: item?, shard, chunk, bytes: bytes? }));
+        let apart = made.into_iter().zip(places).filter_map(|(decoded, (shard, item))| Some(Apart { item: item?, shard, chunk, decoded }));
         Ok(apart.collect())
     }
 }

@@ -6,6 +6,7 @@
 //! | `open_chain` | the opened chain: manifests, directories, indexes |
 //! | `cask_source` | the bytes of a cask: an object, or a part of a log entry |
 //! | `execute` | fetches and decodes chunks through an opened chain |
+//! | `gradient` | gradients of a step, from the chunks that store them |
 //! | `narrow` | reads f32 as bf16 |
 //! | `stored`, `view` | places of the bytes of a tensor; maps raw chunks of local files |
 //! | `windows` | divides a state into parts that are read one after the other |
@@ -21,6 +22,7 @@ mod blobs;
 mod cask_source;
 mod content;
 mod execute;
+mod gradient;
 mod inspect;
 mod narrow;
 mod open;
@@ -49,6 +51,7 @@ pub(crate) use blobs::has_blobs;
 pub(crate) use cask_source::CaskSource;
 pub(crate) use content::{check_content, chunk_crcs, tensor_crcs};
 pub(crate) use execute::{ChunkItem, ReadItem};
+pub use gradient::StepGradient;
 pub use inspect::{Inspection, LinkInfo, ReadCounts};
 pub use narrow::Bf16View;
 pub use open::{Latest, SnapshotInfo, StepSelector};

@@ -1,8 +1,9 @@
 //! States that a simulated trainer leaves: Adam's step in the order of operations of PyTorch, with gradients that are
 //! sums of 16-bit numbers, clipped by one factor.
 
+use tensorcask::codec::{CodecRules, MomentRule};
 use tensorcask::maintain::{self, VerifyOptions};
-use tensorcask::{Dtype, Metadata, Policy, Slice, Store, TensorView};
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Snapshot, Store, TensorView, WriterOptions};
 
 const COUNT: usize = 20_000;
 
@@ -37,7 +38,11 @@ struct Trainer {
     random: Random,
     /// Size of gradients.
     size: f32,
+    /// Whether gradients are clipped.
+    clips: bool,
     step: i32,
+    /// Gradients of the last step.
+    gradient: Vec<f32>,
     master: Vec<f32>,
     first: Vec<f32>,
     second: Vec<f32>,
@@ -47,20 +52,22 @@ impl Trainer {
     fn new(kernel: Kernel, size: f32) -> Self {
         let mut random = Random(11);
         let master = (0..COUNT).map(|_| random.next() * 0.1).collect();
-        Self { kernel, rounds: false, random, size, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
+        let zeros = || vec![0.0; COUNT];
+        Self { kernel, rounds: false, random, size, clips: true, step: 0, gradient: zeros(), master, first: zeros(), second: zeros() }
     }
 
     /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
     fn train(&mut self, batches: usize) {
         self.step += 1;
-        for (i, gradient) in self.gradients(batches).into_iter().enumerate() {
-            self.update(i, gradient);
+        self.gradient = self.gradients(batches);
+        for i in 0..COUNT {
+            self.update(i, self.gradient[i]);
         }
         self.round();
     }
 
     fn gradients(&mut self, batches: usize) -> Vec<f32> {
-        let clip = 0.3 + self.random.next().abs();
+        let clip = if self.clips { 0.3 + self.random.next().abs() } else { 1.0 };
         let gradient = |i: usize| {
             let size = self.size * 2f32.powi(i as i32 % 12 - 6);
             let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
@@ -287,4 +294,200 @@ async fn a_chain_of_descents_is_replayed_and_restored_bit_by_bit() {
         }
         assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
     }
+}
+
+/// Saves the states of a few steps, from step 1 on, and the gradients that led to them.
+async fn archive(trainer: &mut Trainer, batches: usize, policy: Policy) -> (Store, Vec<Vec<f32>>) {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(policy).await.unwrap();
+    let mut gradients = Vec::new();
+    for step in 1..4 {
+        trainer.train(batches);
+        let state = if trainer.rounds { trainer.rounded() } else { trainer.tensors().map(|(name, data)| (name, Dtype::F32, data)) };
+        let views: Vec<TensorView<'_>> =
+            state.iter().map(|(name, dtype, data)| TensorView::new(*name, *dtype, &[100, 200], data).unwrap()).collect();
+        writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
+        gradients.push(trainer.gradient.clone());
+    }
+    (store, gradients)
+}
+
+fn numbers(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+async fn gradient_of(snapshot: &Snapshot, name: &str) -> Vec<f32> {
+    numbers(&snapshot.gradient(name, &Slice::all()).await.unwrap().tensor.data)
+}
+
+/// Compares the gradients that were read with those that an optimizer used. Another number leads to the same moment only if it is
+/// close, and a shorter one than 8 bits only if the gradient is far smaller than its moment.
+fn assert_exact(found: &[f32], used: &[f32], moments: &[f32], is_bf16: bool, case: &str) {
+    assert!(found.len() == used.len() && found.len() == moments.len(), "{case}");
+    for ((found, used), moment) in found.iter().zip(used).zip(moments) {
+        let is_certain = is_bf16 && used.abs() > 2f32.powi(-10) * moment.abs();
+        let is_close = (found - used).abs() < 2f32.powi(-19) * used.abs().max(moment.abs());
+        assert!(found == used || (!is_certain && is_close), "{case}: {found}, not {used}, with {moment}");
+    }
+}
+
+#[tokio::test]
+async fn the_gradient_of_a_step_is_read_bit_for_bit() {
+    let one_batch = [Kernel::Processor, Kernel::CudaEach, Kernel::CudaFused].map(|kernel| (kernel, 1));
+    for (kernel, batches) in one_batch.into_iter().chain([(Kernel::Processor, 4)]) {
+        let mut trainer = Trainer::new(kernel, 1e-3);
+        (0..20).for_each(|_| trainer.train(batches));
+        let (store, gradients) = archive(&mut trainer, batches, Policy::Consecutive).await;
+        for (step, used) in [(2, &gradients[1]), (3, &gradients[2])] {
+            let snapshot = store.snapshot(step).await.unwrap();
+            let found = snapshot.gradient("master.w", &Slice::all()).await.unwrap();
+            let case = format!("{kernel:?}, {batches}, step {step}");
+            assert_eq!((found.moment.as_str(), &found.tensor.shape[..]), ("exp_avg.w", &[100, 200][..]), "{case}");
+            let is_adam = |rule: &MomentRule| rule.decay == 0.9 && (rule.weight - 0.1).abs() < 1e-7;
+            assert!(matches!(&found.rules[..], [rule] if is_adam(rule)) && found.estimated_elements == 0, "{case}: {:?}", found.rules);
+            assert!(found.mean_bits < 12.0 && (batches > 1 || found.longest_bits <= 8), "{case}: {} bits", found.longest_bits);
+            let moments = numbers(&snapshot.read("exp_avg.w", &Slice::all()).await.unwrap().data);
+            assert_exact(&numbers(&found.tensor.data), used, &moments, batches == 1, &case);
+            assert!(named(snapshot.gradient("exp_avg.w", &Slice::all()).await.unwrap(), "master.w") == found, "{case}");
+            let squares: f64 = numbers(&found.tensor.data).iter().map(|g| f64::from(*g).powi(2)).sum();
+            assert!((found.statistics().squares.unwrap() / squares - 1.0).abs() < 1e-9, "{case}");
+        }
+    }
+}
+
+fn named(mut gradient: tensorcask::StepGradient, name: &str) -> tensorcask::StepGradient {
+    gradient.tensor.name = name.to_owned();
+    gradient
+}
+
+#[tokio::test]
+async fn the_gradient_of_moments_of_16_bits_is_read() {
+    for clips in [false, true] {
+        let mut trainer = Trainer { rounds: true, clips, ..Trainer::new(Kernel::Processor, 1e-3) };
+        (0..20).for_each(|_| trainer.train(1));
+        let (store, gradients) = archive(&mut trainer, 1, Policy::Consecutive).await;
+        for step in [2, 3] {
+            let snapshot = store.snapshot(step).await.unwrap();
+            let found = snapshot.gradient("master.w", &Slice::all()).await.unwrap();
+            let moments: Vec<f32> = snapshot.read("exp_avg.w", &Slice::all()).await.unwrap().data.chunks_exact(2).map(widened).collect();
+            let pairs = numbers(&found.tensor.data).into_iter().zip(&gradients[step as usize - 1]).zip(moments);
+            for ((found, used), moment) in pairs {
+                let bound = 0.1 * used.abs().max(moment.abs());
+                assert!((found - used).abs() <= bound, "{clips}, step {step}: {found}, not {used}, with {moment}");
+            }
+        }
+    }
+}
+
+fn widened(bytes: &[u8]) -> f32 {
+    half::bf16::from_le_bytes(bytes.try_into().unwrap()).to_f32()
+}
+
+#[tokio::test]
+async fn a_slice_of_a_gradient_reads_only_its_chunks() {
+    // Several chunks.
+    const ROWS: u64 = 4096;
+    let count = ROWS as usize * 256;
+    let mut random = Random(3);
+    let before: Vec<f32> = (0..count).map(|_| random.next() * 1e-6).collect();
+    let gradient: Vec<f32> = (0..count).map(|_| half::bf16::from_f32(random.next()).to_f32() * 0.712_345).collect();
+    let after: Vec<f32> = before.iter().zip(&gradient).map(|(m, g)| 0.1f32.mul_add(g - m, *m)).collect();
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for (step, moment) in [(7, &before), (8, &after)] {
+        let data: Vec<u8> = moment.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let view = TensorView::new("exp_avg.w", Dtype::F32, &[ROWS, 256], &data).unwrap();
+        writer.save(step, &[view], &[], &Metadata::default()).await.unwrap();
+    }
+    let whole = gradient_of(&store.snapshot(8).await.unwrap(), "exp_avg.w").await;
+    assert!(whole == gradient);
+    for (rows, columns) in [(0..1, 0..256), (1000..3000, 17..19), (4095..4096, 0..1), (5..5, 0..256)] {
+        let snapshot = store.snapshot(8).await.unwrap();
+        let slice = Slice::ranges([rows.clone(), columns.clone()]);
+        let found = snapshot.gradient("exp_avg.w", &slice).await.unwrap();
+        let expected: Vec<f32> =
+            rows.clone().flat_map(|row| columns.clone().map(move |column| (row * 256 + column) as usize)).map(|at| gradient[at]).collect();
+        assert_eq!(found.tensor.shape, [rows.end - rows.start, columns.end - columns.start]);
+        assert!(numbers(&found.tensor.data) == expected, "{rows:?}, {columns:?}");
+        assert_eq!(snapshot.inspect().read_counts().chunks, snapshot.inspect().chunks_of("exp_avg.w", &slice).unwrap());
+    }
+    let snapshot = store.snapshot(8).await.unwrap();
+    assert!(snapshot.inspect().chunks_of("exp_avg.w", &Slice::all()).unwrap() > 1);
+    let beyond = snapshot.gradient("exp_avg.w", &Slice::rows(0..ROWS + 1)).await.unwrap_err();
+    assert_eq!(beyond.kind(), ErrorKind::InvalidArgument);
+}
+
+#[tokio::test]
+async fn the_gradient_of_a_momentum_is_read() {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let (mut trainer, mut momentum) = (Trainer::new(Kernel::Processor, 1e-3), vec![0.0f32; COUNT]);
+    let mut used = Vec::new();
+    for step in 0..10 {
+        used = trainer.gradients(1);
+        momentum.iter_mut().zip(&used).for_each(|(m, g)| *m = g.mul_add(1.0, *m * 0.9));
+        let state: Vec<u8> = momentum.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let view = TensorView::new("optimizer.state.w.momentum_buffer", Dtype::F32, &[100, 200], &state).unwrap();
+        writer.save(step, &[view], &[], &Metadata::default()).await.unwrap();
+    }
+    let found = store.snapshot(9).await.unwrap().gradient("optimizer.state.w.momentum_buffer", &Slice::all()).await.unwrap();
+    assert_eq!((&found.rules[..], found.longest_bits), (&[MomentRule { decay: 0.9, weight: 1.0 }][..], 8));
+    assert_exact(&numbers(&found.tensor.data), &used, &momentum, true, "momentum");
+}
+
+#[tokio::test]
+async fn a_chunk_without_the_gradient_of_its_step_is_an_error() {
+    let trained = || {
+        let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
+        (0..20).for_each(|_| trainer.train(1));
+        trainer
+    };
+    let fails = |found: tensorcask::Result<tensorcask::StepGradient>, words: &str| {
+        let error = found.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+        error
+    };
+    let (store, _) = archive(&mut trained(), 1, Policy::Consecutive).await;
+    let snapshot = store.snapshot(1).await.unwrap();
+    let error = fails(snapshot.gradient("master.w", &Slice::all()).await, "stored as a base; save each step");
+    assert_eq!((error.tensor_name(), error.chunk_number()), (Some("exp_avg.w"), Some(0)));
+    fails(store.snapshot(3).await.unwrap().gradient("master.x", &Slice::all()).await, "no tensor of this name");
+    // Against the last base, step 1.
+    let (store, _) = archive(&mut trained(), 1, Policy::Intermittent { every: 8 }).await;
+    assert!(store.snapshot(2).await.unwrap().gradient("master.w", &Slice::all()).await.is_ok());
+    fails(store.snapshot(3).await.unwrap().gradient("master.w", &Slice::all()).await, "");
+    // Gradients of f32.
+    let (store, _) = archive(&mut trained(), 0, Policy::Consecutive).await;
+    fails(store.snapshot(3).await.unwrap().gradient("master.w", &Slice::all()).await, "which holds none; save each step");
+
+    let store = Store::open("memory://").unwrap();
+    let options = WriterOptions {
+        policy: Policy::Consecutive,
+        codecs: CodecRules::parse(["exp_avg=tc.gradient"]).unwrap(),
+        ..WriterOptions::default()
+    };
+    let mut writer = store.writer_with(options).await.unwrap();
+    let mut trainer = trained();
+    for step in [1, 2, 4, 5] {
+        let [_, (_, first), _] = trainer.tensors();
+        let views = [
+            TensorView::new("exp_avg.w", Dtype::F32, &[100, 200], &first).unwrap(),
+            TensorView::new("model.buffer", Dtype::F32, &[100, 200], &first).unwrap(),
+        ];
+        writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
+        if step < 4 {
+            trainer.train(1);
+        }
+    }
+    assert!(store.snapshot(2).await.unwrap().gradient("exp_avg.w", &Slice::all()).await.is_ok());
+    fails(
+        store.snapshot(4).await.unwrap().gradient("exp_avg.w", &Slice::all()).await,
+        "a delta against step 2, which is not the step before",
+    );
+    let snapshot = store.snapshot(5).await.unwrap();
+    fails(snapshot.gradient("exp_avg.w", &Slice::all()).await, "did not change in this step");
+    fails(snapshot.gradient("model.buffer", &Slice::all()).await, "has no first moment or momentum");
+    // No element, so no chunk.
+    assert!(snapshot.gradient("exp_avg.w", &Slice::rows(0..0)).await.unwrap().tensor.data.is_empty());
 }

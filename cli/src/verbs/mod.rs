@@ -13,6 +13,7 @@ mod diff;
 mod doctor;
 mod forget;
 mod gc;
+mod gradient;
 mod inspect;
 mod log;
 mod ls;
@@ -40,6 +41,8 @@ pub(crate) enum Verb {
     Save(save::Args),
     /// Restore a snapshot, or some of its tensors and slices, into a safetensors file
     Restore(restore::Args),
+    /// Read the gradient of a step, where the chunks of the step store it
+    Gradient(gradient::Args),
     /// Check the log, every stored byte and every decoded chunk
     Verify(verify::Args),
     /// List the snapshots that can be restored
@@ -120,6 +123,7 @@ impl Verb {
         match self {
             Self::Save(args) => save::run(args),
             Self::Restore(args) => restore::run(&args),
+            Self::Gradient(args) => gradient::run(&args),
             Self::Verify(args) => verify::run(&args),
             Self::Ls(args) => ls::run(&args),
             Self::Chain(args) => chain::run(&args),

@@ -191,7 +191,7 @@ fn select(args: &Args, snapshot: &Snapshot) -> Result<Vec<Selected>> {
     }
     for slice in &args.slice {
         let tensor = snapshot.tensor(&slice.name)?;
-        if selected.insert(tensor.name.clone(), slice.of(&tensor.shape)).is_some() {
+        if selected.insert(tensor.name.clone(), slice.ranges.of(&tensor.shape)).is_some() {
             return Err(Error::invalid("the tensor is selected twice; a file holds one slice per tensor").tensor(tensor.name));
         }
     }

@@ -4,6 +4,7 @@
 mod advise;
 mod differences;
 mod faults;
+mod gradients;
 mod guards;
 mod place;
 mod report;

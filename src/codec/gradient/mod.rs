@@ -20,7 +20,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::classes::{self, Base, Clauses};
 use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, no_gradients, sample};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, MomentRule, Need, Ordered, no_gradients, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;
 use crate::kernels::floats::{narrow_to, widen};
@@ -336,12 +336,16 @@ impl Codec for Gradient {
         residual::check_role(role, names, other, "gradient 2")
     }
 
+    fn holds_gradients(&self, names: &[&str]) -> bool {
+        names == COLUMNS_OF_FIRST
+    }
+
     fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
         // A replay from moments of f32 needs no gradients.
         chunk.role == FIRST && chunk.partner(SECOND).is_some_and(|partner| partner.dtype == Dtype::Bf16)
     }
 
-    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<GradientForm> {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         match columns.columns {
@@ -354,7 +358,7 @@ impl Codec for Gradient {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         if let [("gradient", _), ..] = columns.columns {
-            return decode_first(columns, base, out, None);
+            return decode_first(columns, base, out, None).map(drop);
         }
         let [column, tokens, bits] = columns.exactly(COLUMNS_OF_MOMENT)?;
         let by = read_moment(column).map_err(|e| e.clause("gradient 3"))?;
@@ -367,8 +371,8 @@ impl Codec for Gradient {
     }
 }
 
-/// Decodes first moments of f32 or bf16, and their gradients if they are wanted.
-pub(super) fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: Option<&mut [u8]>) -> Result<()> {
+/// Decodes first moments of f32 or bf16, and their gradients if they are wanted. Returns how the chunk stores the gradients.
+pub(super) fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: Option<&mut [u8]>) -> Result<GradientForm> {
     let [column, exponent_code, length_code, bits] = columns.exactly(COLUMNS_OF_FIRST)?;
     let mut cursor = Cursor::new(column, "form and numbers");
     let by = read_first(&mut cursor).and_then(|by| Ok(First { scale: read_scale(cursor)?, ..by }));
@@ -395,9 +399,20 @@ pub(super) fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], g
         copy_escapes(&quotients, &lengths, &mut wide);
         narrow_to(columns.dtype, &wide, out);
     }
-    match gradients {
-        Some(gradients) => fill_gradients(columns, base, out, (&quotients, &lengths), by, gradients),
-        None => Ok(()),
+    if let Some(gradients) = gradients {
+        fill_gradients(columns, base, out, (&quotients, &lengths), by, gradients)?;
+    }
+    Ok(form_of(by, &lengths))
+}
+
+/// Returns how a chunk stores gradients of these lengths.
+fn form_of(by: First, lengths: &[u8]) -> GradientForm {
+    let stored = || lengths.iter().filter(|length| **length != digits::ESCAPE);
+    GradientForm {
+        rule: MomentRule { decay: by.decay, weight: by.weight },
+        longest_bits: stored().max().map_or(0, |length| u32::from(*length)),
+        total_bits: stored().map(|length| u64::from(*length)).sum(),
+        estimated_elements: (lengths.len() - stored().count()) as u64,
     }
 }
 

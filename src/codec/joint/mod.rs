@@ -21,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
 use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, no_gradients, sample};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, Need, Ordered, Partner, no_gradients, sample};
 use crate::kernels::floats::{narrow_to, widen};
 use crate::kernels::gradient::Second;
 use crate::kernels::joint::{self as kernel, Before, Joint as Step, States};
@@ -257,7 +257,7 @@ impl Joint {
 }
 
 /// Decodes first moments, and their gradients if they are wanted.
-fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: Option<&mut [u8]>) -> Result<()> {
+fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: Option<&mut [u8]>) -> Result<GradientForm> {
     match columns.dtype {
         Dtype::Bf16 => gradient::decode_first(columns, base, out, gradients),
         dtype => Err(Error::corrupt(format!("a first moment of {dtype}")).clause("joint 1")),
@@ -438,6 +438,10 @@ impl Codec for Joint {
         false
     }
 
+    fn holds_gradients(&self, names: &[&str]) -> bool {
+        names == COLUMNS_OF_FIRST
+    }
+
     fn offers_gradients(&self, chunk: &Chunk<'_>) -> bool {
         chunk.role == FIRST
     }
@@ -513,7 +517,7 @@ impl Codec for Joint {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         let (role, is_step, column, rest) = match columns.columns {
-            [("gradient", _), ..] => return decode_first(columns, base, out, None),
+            [("gradient", _), ..] => return decode_first(columns, base, out, None).map(drop),
             [("step", _), ..] => {
                 let [column, rest @ ..] = columns.exactly(COLUMNS_OF_STEP)?;
                 (WEIGHTS[0], true, column, rest)
@@ -533,7 +537,7 @@ impl Codec for Joint {
         residual::decode_in(columns.dtype, rest, out)
     }
 
-    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<()> {
+    fn decode_gradient(&self, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<GradientForm> {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         match columns.columns {
