@@ -144,8 +144,7 @@ class Snapshot(SnapshotView):
         with a loss scale that was not removed before. Reads only the chunks that the slice touches, and checks them.
 
         The chunks of ``tc.gradient`` and ``tc.joint`` hold it. Save each step with ``policy="consecutive"``, and train in mixed
-        precision: gradients that were computed in f32 are stored only if the codec is assigned
-        (``codecs=["exp_avg=tc.gradient"]``), and their low bits may then differ.
+        precision: gradients that were computed in f32 are not short, and nothing would prove them.
 
         With moments in f32, a bf16 gradient is restored exactly unless it is less than a thousandth of its moment; then it
         differs by less than 2**-19 of the moment (for beta1 0.9). A clipped gradient is, too, if the writer found the factor:

@@ -81,19 +81,16 @@ def test_gradients_of_sgd_are_restored(memory):
     assert_equal(report.gradient, used[6]["2.weight"], store.snapshot(6)["momentum.2.weight"])
 
 
-def test_gradients_of_f32_need_an_assigned_codec(memory):
+def test_gradients_of_f32_are_not_in_the_archive(memory):
     store, assigned = tensorcask.Store(memory), tensorcask.Store(f"{memory}-assigned")
-    used = {}
-    for step, (state, used[step]) in enumerate(trained(torch.optim.AdamW, compute=torch.float32), 1):
+    for step, (state, _) in enumerate(trained(torch.optim.AdamW, compute=torch.float32), 1):
         store.save(state, step=step, policy="consecutive")
         assigned.save(state, step=step, policy="consecutive", codecs=["exp_avg=tc.gradient"])
     with pytest.raises(tensorcask.NotFoundError, match="which holds none; save each step with the policy `consecutive`"):
         store.snapshot(6).gradient("master.0.weight")
-    report = assigned.snapshot(6).gradient_report("master.0.weight")
-    assert report.longest_bits > 11
-    moment = assigned.snapshot(6)["exp_avg.0.weight"]
-    bound = 2**-19 * torch.maximum(used[6]["0.weight"].abs(), moment.abs())
-    assert ((report.gradient - used[6]["0.weight"]).abs() <= bound).all()
+    # They are not short, so nothing proves that the codec's rule is that of the optimizer.
+    with pytest.raises(tensorcask.NotFoundError, match="exp_avg.0.weight.*nothing proves"):
+        assigned.snapshot(6).gradient("master.0.weight")
 
 
 def test_a_step_without_a_gradient_is_an_error(memory):

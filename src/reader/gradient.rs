@@ -55,11 +55,10 @@ impl Snapshot {
     /// - For moments of bf16, the writer takes the shortest gradient that also explains the weight and the second moment, times a
     ///   factor that it estimates. It is close to the gradient of the optimizer, and low bits differ as a rule. Certain is only
     ///   that it leads to the moment: for a beta1 of 0.9, it differs by less than a tenth of the larger of gradient and moment.
-    /// - Gradients that were computed in f32 are not short, so `tc.gradient` does not store them unless it is assigned
-    ///   (`exp_avg=tc.gradient`). Low bits may then differ, and the writer cannot find the rule: it takes a beta1 of 0.9.
     ///
     /// Fails with `NotFound` for a tensor without moment, and for a chunk that holds no gradient of this step: one of a base, an
-    /// unchanged one, one of another codec, or a delta whose parent is not the step before. Such snapshots come from another
+    /// unchanged one, one of another codec, or a delta whose parent is not the step before. So does a chunk of an assigned codec
+    /// whose gradients were computed in f32: they are not short, so nothing proves the rule. Such snapshots come from another
     /// policy than [`Policy::Consecutive`](crate::Policy::Consecutive), or from optimizers whose gradients are not short.
     ///
     /// ```
@@ -95,6 +94,15 @@ impl Snapshot {
         self.chain.check_present(moment, &rect).await?;
         let mut data = zeroed(to_usize(bytes, "a gradient")?, "a gradient")?;
         let forms = self.chain.read_gradient(moment, &rect, &mut data).await?;
+        if let Some(unproven) = forms.iter().find(|chunk| chunk.is_unproven()) {
+            let bits = unproven.mean_bits();
+            let message = format!(
+                "stores numbers of {bits:.1} bits on average, which are not the gradients of a training in 16 bits: nothing proves how they \
+                 give the moment, so they may not be the gradients of the optimizer"
+            );
+            let object = self.record().manifest_path();
+            return Err(Error::not_found(message).object(object).tensor(directory.name(moment)).chunk(unproven.chunk));
+        }
         let tensor = Tensor { name: name.to_owned(), dtype: Dtype::F32, shape: rect.shape, data };
         Ok(StepGradient::new(tensor, directory.name(moment), &forms))
     }
@@ -114,7 +122,7 @@ impl StepGradient {
             }
         }
         let estimated_elements: u64 = forms.iter().map(|chunk| chunk.form.estimated_elements).sum();
-        let stored = forms.iter().map(|chunk| chunk.elements).sum::<u64>().saturating_sub(estimated_elements);
+        let stored: u64 = forms.iter().map(ChunkForm::stored).sum();
         let total_bits: u64 = forms.iter().map(|chunk| chunk.form.total_bits).sum();
         Self {
             tensor,
@@ -130,8 +138,28 @@ impl StepGradient {
 /// Form of the gradients of one chunk.
 struct ChunkForm {
     form: GradientForm,
+    chunk: u64,
     elements: u64,
 }
+
+impl ChunkForm {
+    fn stored(&self) -> u64 {
+        self.elements.saturating_sub(self.form.estimated_elements)
+    }
+
+    fn mean_bits(&self) -> f64 {
+        self.form.total_bits as f64 / self.stored().max(1) as f64
+    }
+
+    /// Whether the gradients are not short. A writer finds the rule by the short gradients that it gives; with a wrong rule, they
+    /// take about 24 bits.
+    fn is_unproven(&self) -> bool {
+        self.mean_bits() > MOST_BITS || self.form.estimated_elements > self.stored()
+    }
+}
+
+/// Mean number of bits of the gradients of 16 micro-batches, and some more.
+const MOST_BITS: f64 = 20.0;
 
 /// Returns the tensor that may store the gradient of a tensor: itself, or the moment of its parameter.
 fn moment_of(chain: &OpenChain, tensor: usize) -> Option<usize> {
@@ -163,7 +191,7 @@ impl OpenChain {
             let (Some(plan), Some(gradients)) = (plans.shards.get(apart.shard), &apart.decoded.gradients) else { return };
             let window = plan.grid.elements(apart.chunk);
             let start = window.start;
-            forms.push(ChunkForm { form: gradients.form, elements: window.end - start });
+            forms.push(ChunkForm { form: gradients.form, chunk: apart.chunk, elements: window.end - start });
             for run in contiguous_runs(&plan.rect, rect, window) {
                 copy_run(Dtype::F32, Run { source: run.source - start, ..run }, &gradients.numbers, out);
             }
@@ -208,8 +236,7 @@ impl OpenChain {
         if stored.entry.kind != ChunkKind::Delta || !registry.resolve(codec)?.holds_gradients(&names) {
             let id = codec.id.escape_debug();
             return Ok(Some(format!(
-                "the chunk is stored by codec `{id}`, which holds none; {ADVICE}, and train with gradients in 16 bits or assign the codec \
-                 (`exp_avg=tc.gradient`)"
+                "the chunk is stored by codec `{id}`, which holds none; {ADVICE}, and train with gradients in 16 bits"
             )));
         }
         let (step, before) = (newest.as_ref().record.step, parent.as_ref().record.step);
