@@ -167,6 +167,10 @@ impl<'a> SaveInput<'a> {
         if !self.precision(self.tensor(at)).setting.is_elementwise() {
             return Ok(None);
         }
+        // The base may have been rounded with another weight.
+        if self.tensor(at).is_paired() && !self.precision.is_lossless() {
+            return Ok(None);
+        }
         // A master is rounded relative to its model weight, for which the same holds.
         let model = self.layout.partner(at.tensor, "model", self.view(at).rect()).map(|(number, _)| &self.layout.tensors[number]);
         if model.is_some_and(|model| !self.precision(model).setting.is_elementwise()) {

@@ -38,8 +38,9 @@ pub(super) struct LayoutTensor<'a> {
     pub position: usize,
     /// Whether the role is more than a guess: stated by the caller, or proven by the name or the values.
     is_role_certain: bool,
-    /// Parameter that the name or a rule tells, if the tensor got that of a weight.
+    /// Parameter that the name tells, if the tensor got that of a weight.
     number: Option<String>,
+    is_param_stated: bool,
 }
 
 impl LayoutTensor<'_> {
@@ -53,8 +54,16 @@ impl LayoutTensor<'_> {
         self.number.as_deref().unwrap_or(&self.description.param)
     }
 
-    /// Text before the number, and the number, of a tensor whose parameter is a number.
+    /// Whether the tensor got the parameter of a weight that no name tells.
+    pub(super) fn is_paired(&self) -> bool {
+        self.number.is_some()
+    }
+
+    /// Text before the number, and the number, of a tensor whose name has a number for a parameter.
     pub(super) fn numbered_param(&self) -> Option<(&str, u64)> {
+        if self.is_param_stated {
+            return None;
+        }
         let param = self.own_param();
         let start = param.rfind('.').map_or(0, |dot| dot + 1);
         let number = param.get(start..).filter(|segment| is_number(segment))?;
@@ -93,6 +102,7 @@ impl<'a> StateLayout<'a> {
             let stated = roles.of(first.name(), first.param());
             let is_role_certain = stated.is_some() || group.iter().all(|view| view.is_role_certain());
             let (role, param) = stated.unwrap_or_else(|| (first.role().to_owned(), first.param().to_owned()));
+            let is_param_stated = param != first.param();
             let slot = slot_of_role(rank.unwrap_or(0), &role);
             // A rank without elements of a tensor gives an empty shard. Only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
@@ -115,8 +125,11 @@ impl<'a> StateLayout<'a> {
                 alias_of,
             };
             let position = positions.get(first.name()).copied().unwrap_or(0);
+            if let Some(stored) = alias_of.and_then(|target: usize| tensors.get_mut(target)) {
+                stored.position = stored.position.min(position);
+            }
             let shards = if alias_of.is_some() { vec![] } else { shards };
-            tensors.push(LayoutTensor { description, slot, shards, position, is_role_certain, number: None });
+            tensors.push(LayoutTensor { description, slot, shards, position, is_role_certain, number: None, is_param_stated });
         }
         let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();
         blobs.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
@@ -185,6 +198,19 @@ impl<'a> StateLayout<'a> {
             });
             self.tensors[number].is_role_certain = is_proven;
         }
+        for number in 0..self.tensors.len() {
+            let description = &self.tensors[number].description;
+            let Some(stored) = description.alias_of.and_then(|target| self.tensors.get(target)) else { continue };
+            if stored.is_role_certain && stored.description.role == description.role {
+                self.tensors[number].is_role_certain = true;
+            }
+        }
+    }
+
+    /// Whether a tensor is the only one of its role and parameter.
+    pub(super) fn is_only(&self, number: usize) -> bool {
+        let description = &self.tensors[number].description;
+        self.by_param.get(&(description.role.clone(), description.param.clone())) == Some(&Some(number))
     }
 
     /// Whether a sample of one tensor rounds to another; `None` if their types or shards show no masters.

@@ -10,15 +10,18 @@
 //! a weight that has moved since the parent          a sample moved as the moments say              a proof
 //! ```
 //!
-//! The writer proves some pairs of each shape. If one is wrong, or if the counts differ, it compares all numbers with all
-//! weights of the shape. It keeps the pairs for its later saves. A later writer takes them from the directory of its parent.
+//! The writer proves all masters, and some pairs of each shape. If one is wrong, or if the counts differ, it takes the weights that
+//! moved, in their order, and at last compares all numbers with all weights of the shape. It keeps the pairs for its later saves,
+//! and proves one again in each. A later writer takes them from the directory of its parent.
 //!
-//! A wrong pair costs bytes and nothing else: a codec stores a chunk by its partners only if they rebuild the chunk exactly.
+//! A wrong pair costs bytes and nothing else: a codec stores a chunk by its partners only if they rebuild the chunk exactly. No
+//! rounding depends on a pair that is not proven.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use rayon::prelude::*;
 
+use super::BaseKeeping;
 use super::base_cache::BaseCache;
 use super::base_chunks::base_chunks;
 use super::input::{ChunkRef, SaveInput};
@@ -44,7 +47,7 @@ pub(super) struct NumberedParams {
 struct Search {
     /// Names of the tensors. With other names, the search begins again.
     names: Vec<String>,
-    /// Saves in which the search found no proof.
+    /// Cost of the searches that did not prove all pairs, up to [`ATTEMPTS`].
     attempts: u32,
     is_settled: bool,
 }
@@ -81,22 +84,18 @@ impl SavePipeline {
     /// Gives the moments of numbered parameters the parameters of their weights. The layout holds the whole state: ranks that
     /// hold parts of it could find different pairs.
     #[boxed]
-    pub(super) async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) -> Result<()> {
+    pub(super) async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) {
         let mut numbered = std::mem::take(&mut self.numbered);
-        match numbered.pair(&self.input(step, layout, parent), &self.base).await {
-            Ok(()) => {
-                layout.give_params(&numbered.weights);
-                // A base cannot prove all pairs.
-                if parent.is_some() {
-                    numbered.warn_of_orphans(layout);
-                }
-            }
+        if let Err(error) = numbered.pair(&self.input(step, layout, parent), &self.base).await {
             // The save itself reads the parent again, and deals with its damage.
-            Err(error) if parent.is_some() && Parent::is_dispensable(&error) => tracing::debug!(%error, "no pairs were looked for"),
-            Err(error) => return Err(error),
+            tracing::warn!(%error, "the weights of numbered moments were not all looked for; the save goes on");
+        }
+        layout.give_params(&numbered.weights);
+        // A base cannot prove all pairs.
+        if parent.is_some() {
+            numbered.warn_of_orphans(layout);
         }
         self.numbered = numbered;
-        Ok(())
     }
 }
 
@@ -114,6 +113,9 @@ impl NumberedParams {
                 *search = Search { names, ..Search::default() };
             }
             let mut pairs = first_guess(input, class, &self.weights);
+            if search.is_settled && input.options.base_cache != BaseKeeping::None {
+                search.is_settled = !probe(input, cache, class, &pairs, 1).await?.0;
+            }
             if !search.is_settled && search.attempts < ATTEMPTS {
                 pairs = settle(input, cache, class, pairs, search).await?;
             }
@@ -153,7 +155,8 @@ impl NumberedParams {
             tracing::warn!(
                 tensor = %first.description.name,
                 others,
-                "no weight is known for these moments, so deltas take more bytes; state role and parameter by a rule GLOB=ROLE:PARAM"
+                "no weight is known for these moments, so deltas take more bytes; if their names hold those of the weights, state role \
+                 and parameter with `roles` (command line: --role), as in `m.*=exp_avg:*`"
             );
             self.has_warned = true;
         }
@@ -188,7 +191,15 @@ fn classes(layout: &StateLayout<'_>) -> BTreeMap<Vec<u64>, ShapeClass> {
         entry.param = tensor.own_param().to_owned();
     }
     let mut classes: BTreeMap<Vec<u64>, ShapeClass> = BTreeMap::new();
-    for entry in entries.into_values() {
+    // Optimizers in the order of the state.
+    let position = |entry: &Entry| entry.any_tensor().map_or(0, |tensor| layout.tensors[tensor].position);
+    let mut of_prefix: BTreeMap<&str, Vec<Entry>> = BTreeMap::new();
+    for ((prefix, _), entry) in entries {
+        of_prefix.entry(prefix).or_default().push(entry);
+    }
+    let mut prefixes: Vec<Vec<Entry>> = of_prefix.into_values().collect();
+    prefixes.sort_by_key(|entries| entries.iter().map(position).min());
+    for entry in prefixes.into_iter().flatten() {
         let Some(tensor) = entry.any_tensor() else { continue };
         // The name of the weight is the number.
         if named.contains(&("model", entry.param.as_str())) {
@@ -199,7 +210,7 @@ fn classes(layout: &StateLayout<'_>) -> BTreeMap<Vec<u64>, ShapeClass> {
     if classes.is_empty() {
         return classes;
     }
-    let mut weights: Vec<usize> = (0..layout.tensors.len()).filter(|&tensor| is_free_weight(&layout.tensors[tensor], &named)).collect();
+    let mut weights: Vec<usize> = (0..layout.tensors.len()).filter(|&tensor| is_free_weight(layout, tensor, &named)).collect();
     weights.sort_by_key(|&tensor| layout.tensors[tensor].position);
     for tensor in weights {
         if let Some(class) = classes.get_mut(&layout.tensors[tensor].description.shape) {
@@ -211,14 +222,15 @@ fn classes(layout: &StateLayout<'_>) -> BTreeMap<Vec<u64>, ShapeClass> {
 }
 
 /// Whether a tensor is a weight whose moments no name tells. `named`: role and parameter of each tensor, as its name tells.
-fn is_free_weight(tensor: &LayoutTensor<'_>, named: &HashSet<(&str, &str)>) -> bool {
-    is_weight(tensor) && !MOMENTS.iter().any(|role| named.contains(&(*role, tensor.own_param())))
+fn is_free_weight(layout: &StateLayout<'_>, number: usize, named: &HashSet<(&str, &str)>) -> bool {
+    let tensor = &layout.tensors[number];
+    is_weight(tensor) && layout.is_only(number) && !MOMENTS.iter().any(|role| named.contains(&(*role, tensor.own_param())))
 }
 
 /// Whether a tensor may be the weight of a parameter that an optimizer trains.
 fn is_weight(tensor: &LayoutTensor<'_>) -> bool {
     let is_float = matches!(tensor.description.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16);
-    tensor.description.role == "model" && is_float && !tensor.shards.is_empty()
+    tensor.description.role == "model" && is_float && !tensor.shards.is_empty() && !tensor.description.shape.contains(&0)
 }
 
 /// Weight of each entry, by its place in the class: as this writer or the one of the parent found it, or by the order.
@@ -242,6 +254,9 @@ fn first_guess(input: &SaveInput<'_>, class: &ShapeClass, known: &HashMap<String
     (0..class.entries.len()).map(|place| Some(place).filter(|_| is_same_count)).collect()
 }
 
+/// Places of an entry and of its weight in their class.
+type Pair = (usize, usize);
+
 /// Proves the pairs of a class, or finds better ones.
 async fn settle(
     input: &SaveInput<'_>,
@@ -250,45 +265,38 @@ async fn settle(
     pairs: Vec<Option<usize>>,
     search: &mut Search,
 ) -> Result<Vec<Option<usize>>> {
-    if input.parent.is_none() && class.entries.iter().all(|entry| entry.master.is_none()) {
+    let has_masters = class.entries.iter().any(|entry| entry.master.is_some());
+    if input.parent.is_none() && !has_masters {
         return Ok(pairs);
     }
-    let given: Vec<(usize, usize)> = pairs.iter().enumerate().filter_map(|(entry, weight)| Some((entry, (*weight)?))).collect();
-    let is_whole = given.len() == class.entries.len();
-    if is_whole {
-        let stride = given.len().div_ceil(PROBES).max(1);
-        let probes: Vec<(usize, usize)> = given.into_iter().step_by(stride).collect();
-        let wanted: Vec<usize> = probes.iter().map(|(_, weight)| *weight).collect();
-        let samples = Samples::read(input, cache, class, &wanted).await?;
-        let judge = |&(entry, weight): &(usize, usize)| {
-            let entry = &class.entries[entry];
-            samples.judge(input, class, entry, samples.update(input, entry).as_ref(), weight)
-        };
-        let verdicts: Vec<Verdict> = probes.iter().map(judge).collect();
-        if !verdicts.contains(&Verdict::Refuted) {
-            let is_unknown = |verdict: &Verdict| *verdict == Verdict::Unknown;
-            search.is_settled = !verdicts.iter().all(is_unknown);
+    // Masters are rounded by their weights, so each is proven.
+    let probes = if has_masters { class.entries.len() } else { PROBES };
+    if pairs.iter().all(Option::is_some) {
+        let (is_refuted, is_proven) = probe(input, cache, class, &pairs, probes).await?;
+        if !is_refuted {
+            search.is_settled = is_proven;
             return Ok(pairs);
         }
     }
-    let all: Vec<usize> = (0..class.weights.len()).collect();
-    let samples = Samples::read(input, cache, class, &all).await?;
-    let mut scores: Vec<(f64, usize, usize)> = parallel::run(|| {
-        let of_entry = |number: usize| {
-            let entry = &class.entries[number];
-            let update = samples.update(input, entry);
-            let scored = |&weight: &usize| match samples.judge(input, class, entry, update.as_ref(), weight) {
-                Verdict::Proven(score) => Some((score, number, weight)),
-                Verdict::Refuted | Verdict::Unknown => None,
-            };
-            all.iter().filter_map(scored).collect::<Vec<_>>()
-        };
-        (0..class.entries.len()).into_par_iter().flat_map_iter(of_entry).collect()
-    });
-    scores.sort_by(|one, other| other.0.total_cmp(&one.0).then((one.1, one.2).cmp(&(other.1, other.2))));
-    let mut found = vec![None; class.entries.len()];
-    let mut is_taken = vec![false; class.weights.len()];
-    for (_, entry, weight) in scores {
+    let samples = Samples::read(input, cache, class, &(0..class.weights.len()).collect::<Vec<_>>()).await?;
+    // Buffers and frozen weights do not move.
+    let moved: Vec<usize> = (0..class.weights.len()).filter(|weight| samples.has_moved(*weight)).collect();
+    if moved.len() == class.entries.len() && !has_masters {
+        let verdicts: Vec<Verdict> = every(moved.len(), PROBES)
+            .map(|entry| {
+                samples.judge(input, class, &class.entries[entry], samples.update(input, &class.entries[entry]).as_ref(), moved[entry])
+            })
+            .collect();
+        if !verdicts.contains(&Verdict::Refuted) {
+            search.is_settled = true;
+            return Ok(moved.into_iter().map(Some).collect());
+        }
+    }
+    let candidates = if has_masters { (0..class.weights.len()).collect() } else { moved };
+    let (mut found, mut is_taken) = (vec![None; class.entries.len()], vec![false; class.weights.len()]);
+    let is_too_large = candidates.len().saturating_mul(class.entries.len()) > MOST_PAIRS;
+    let scores = if is_too_large { Vec::new() } else { scores(input, class, &samples, &candidates) };
+    for (_, (entry, weight)) in scores {
         if found[entry].is_none() && !is_taken[weight] {
             found[entry] = Some(weight);
             is_taken[weight] = true;
@@ -296,16 +304,63 @@ async fn settle(
     }
     search.is_settled = found.iter().all(Option::is_some);
     if !search.is_settled {
-        search.attempts += 1;
-        // A guess is better than no partner, if no proof contradicts it: not every update follows its moments closely.
+        search.attempts += if is_too_large || !candidates.is_empty() { ATTEMPTS / 3 } else { 1 };
+        // A guess is better than no partner: not every update follows its moments closely.
         for (entry, guess) in pairs.into_iter().enumerate() {
-            if let Some(weight) = guess.filter(|&weight| found[entry].is_none() && !is_taken[weight]) {
+            let is_free = |weight: &usize| found[entry].is_none() && !is_taken[*weight];
+            let is_refuted = |weight: &usize| {
+                let master = class.entries[entry].master;
+                master.is_some_and(|master| input.layout.is_master(master, class.weights[*weight]) == Some(false))
+            };
+            if let Some(weight) = guess.filter(|weight| is_free(weight) && !is_refuted(weight)) {
                 found[entry] = Some(weight);
                 is_taken[weight] = true;
             }
         }
     }
     Ok(found)
+}
+
+/// Compares some pairs of a class. Returns whether one is refuted, and whether one is proven.
+async fn probe(
+    input: &SaveInput<'_>,
+    cache: &BaseCache,
+    class: &ShapeClass,
+    pairs: &[Option<usize>],
+    probes: usize,
+) -> Result<(bool, bool)> {
+    let given: Vec<Pair> = pairs.iter().enumerate().filter_map(|(entry, weight)| Some((entry, (*weight)?))).collect();
+    let probes: Vec<Pair> = every(given.len(), probes).map(|place| given[place]).collect();
+    let wanted: Vec<usize> = probes.iter().map(|(_, weight)| *weight).collect();
+    let samples = Samples::read(input, cache, class, &wanted).await?;
+    let judge = |&(entry, weight): &Pair| {
+        let entry = &class.entries[entry];
+        samples.judge(input, class, entry, samples.update(input, entry).as_ref(), weight)
+    };
+    let verdicts: Vec<Verdict> = probes.iter().map(judge).collect();
+    let is_proven = verdicts.iter().any(|verdict| matches!(verdict, Verdict::Proven(_)));
+    Ok((verdicts.contains(&Verdict::Refuted), is_proven))
+}
+
+/// At most `most` of the places below `count`, at equal distances.
+fn every(count: usize, most: usize) -> impl Iterator<Item = usize> {
+    (0..count).step_by(count.div_ceil(most.max(1)).max(1))
+}
+
+/// Proven pairs of all entries and some weights of a class, best first.
+fn scores(input: &SaveInput<'_>, class: &ShapeClass, samples: &Samples, weights: &[usize]) -> Vec<(f64, Pair)> {
+    let of_entry = |number: usize| {
+        let entry = &class.entries[number];
+        let update = samples.update(input, entry);
+        let scored = |&weight: &usize| match samples.judge(input, class, entry, update.as_ref(), weight) {
+            Verdict::Proven(score) => Some((score, (number, weight))),
+            Verdict::Refuted | Verdict::Unknown => None,
+        };
+        weights.iter().filter_map(scored).collect::<Vec<_>>()
+    };
+    let mut scores: Vec<(f64, Pair)> = parallel::run(|| (0..class.entries.len()).into_par_iter().flat_map_iter(of_entry).collect());
+    scores.sort_by(|one, other| other.0.total_cmp(&one.0).then(one.1.cmp(&other.1)));
+    scores
 }
 
 /// Samples of the weights of a class: how far each moved since the parent.
@@ -349,6 +404,10 @@ impl Samples {
         Ok(samples)
     }
 
+    fn has_moved(&self, weight: usize) -> bool {
+        self.moves.get(&weight).is_some_and(|movement| !movement.moved.is_none())
+    }
+
     /// Compares the values of an entry, whose moments tell `update`, and of a weight.
     fn judge(&self, input: &SaveInput<'_>, class: &ShapeClass, entry: &Entry, update: Option<&Direction>, weight: usize) -> Verdict {
         if let Some(master) = entry.master
@@ -387,8 +446,8 @@ impl Direction {
         let mean = numbers.iter().sum::<f64>() / (numbers.len().max(1) as f64);
         numbers.iter_mut().for_each(|number| *number -= mean);
         let length = numbers.iter().map(|number| number * number).sum::<f64>().sqrt();
-        let scale = if length.is_normal() { length.recip() } else { 0.0 };
-        numbers.iter_mut().for_each(|number| *number *= scale);
+        // Infinities and NaN have no direction.
+        numbers.iter_mut().for_each(|number| *number = if length.is_normal() { *number / length } else { 0.0 });
         Self(numbers)
     }
 
@@ -427,7 +486,11 @@ impl Movement {
         }
         let along = update.cosine(&self.weight);
         let across = (1.0 - along * along).max(f64::EPSILON).sqrt();
-        let correlation = (self.moved.cosine(update).abs() / across).min(1.0);
+        let correlation = self.moved.cosine(update).abs() / across;
+        if !correlation.is_finite() {
+            return Verdict::Unknown;
+        }
+        let correlation = correlation.min(1.0);
         let freedom = (count - 3) as f64;
         let t = correlation * (freedom / (1.0 - correlation * correlation).max(f64::EPSILON)).sqrt();
         if t >= PROOF_T { Verdict::Proven(correlation) } else { Verdict::Refuted }
@@ -440,8 +503,12 @@ const MOMENTS: [&str; 3] = ["exp_avg", "exp_avg_sq", "momentum"];
 /// Number of pairs of a shape that are proven in the first place.
 const PROBES: usize = 4;
 
-/// Number of saves in which a search that finds no proof is repeated. Weights may stand still at the start of a training.
-const ATTEMPTS: u32 = 3;
+/// Cost of searches after which a writer gives up: 3 that compare pairs, or 12 in which no weight moves, as at the start of a
+/// training.
+const ATTEMPTS: u32 = 12;
+
+/// Largest number of pairs that a search compares.
+const MOST_PAIRS: usize = 1 << 20;
 
 /// Largest number of elements in a sample: of many tensors, and of few. The update of Muon follows its momentum loosely, and is
 /// proven by a large sample only.

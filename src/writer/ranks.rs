@@ -177,7 +177,7 @@ impl RankPart {
         self.promote_pending(parent);
         self.pipeline.changed_rows.add(&layout);
         if world == 1 {
-            self.pipeline.pair_numbered(step, &mut layout, parent).await?;
+            self.pipeline.pair_numbered(step, &mut layout, parent).await;
         }
         let mut uploaded = loop {
             match self.pipeline.write_casks(step, &layout, parent).await {

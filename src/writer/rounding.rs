@@ -89,7 +89,9 @@ fn sensitivity<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Result<Option<Partner
     if !is_parameter(&tensor.description.role) {
         return Ok(None);
     }
-    let Some((second, at)) = partner_of(input, at, "exp_avg_sq") else { return Ok(None) };
+    // A pair that no name tells may be a guess, which must not change a rounding.
+    let second = partner_of(input, at, "exp_avg_sq").filter(|(second, _)| !second.is_paired());
+    let Some((second, at)) = second else { return Ok(None) };
     Ok(Some(Partner { role: "exp_avg_sq", dtype: second.description.dtype, data: input.original(at)?, base: None, gradient: None }))
 }
 

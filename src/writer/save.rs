@@ -56,7 +56,7 @@ impl Writer {
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
-            self.pipeline.pair_numbered(step, layout, parent.as_ref()).await?;
+            self.pipeline.pair_numbered(step, layout, parent.as_ref()).await;
             let request = &Request { step, layout, metadata };
             let adapted = self.pipeline.adapt(&mut self.log, step, layout).await?;
             self.reconsider_delta(request, &mut parent, &mut decision).await?;

@@ -20,6 +20,8 @@ const OTHER: [usize; 6] = [5, 1, 4, 2, 0, 3];
 struct Names {
     /// Order of the weights.
     order: [usize; 6],
+    /// Number of each parameter.
+    numbers: [usize; 6],
     /// Whether the weights are of 16 bits and have numbered masters. Otherwise the masters are the weights.
     has_masters: bool,
     /// Whether the model has one more tensor of the common shape.
@@ -38,11 +40,12 @@ impl Names {
         let mut state: Vec<TensorView<'a>> =
             params.iter().map(|param| named(format!("{weights}.{param}"), format!("model.{param}"))).collect();
         if self.has_buffer {
-            let zeros: &'static [u8] = &[0; 1024];
-            state.insert(0, TensorView::new("model.running_mean", Dtype::F32, &[256], zeros).unwrap());
+            // Minus infinity, as in a mask.
+            let mask: &'static [u8] = [0u8, 0, 0x80, 0xff].repeat(256).leak();
+            state.insert(0, TensorView::new("model.mask", Dtype::F32, &[256], mask).unwrap());
         }
         let roles = if self.has_masters { vec!["master", "exp_avg", "exp_avg_sq"] } else { vec!["exp_avg", "exp_avg_sq"] };
-        for (number, param) in PARAMS.iter().enumerate() {
+        for (number, param) in self.numbers.iter().zip(PARAMS) {
             state.extend(roles.iter().map(|role| named(format!("optimizer.{role}.{param}"), format!("optimizer.state.{number}.{role}"))));
         }
         state
@@ -76,16 +79,20 @@ impl Run {
 
     /// Whether every number has the parameter of its weight in a snapshot.
     async fn is_paired(&self, step: u64) -> bool {
+        self.has_pairs(step, SAME).await
+    }
+
+    async fn has_pairs(&self, step: u64, numbers: [usize; 6]) -> bool {
         let snapshot = self.store.snapshot(step).await.unwrap();
         let param = |number: usize| snapshot.tensor(&format!("optimizer.state.{number}.exp_avg")).unwrap().param;
-        PARAMS.iter().enumerate().all(|(number, name)| param(number) == *name)
+        numbers.into_iter().zip(PARAMS).all(|(number, name)| param(number) == name)
     }
 }
 
 #[tokio::test]
 async fn weights_are_replayed_by_moments_with_numbers() {
     let mut run = Run::new().await;
-    let names = Names { order: SAME, has_masters: false, has_buffer: false };
+    let names = Names { order: SAME, numbers: SAME, has_masters: false, has_buffer: false };
     run.save(1000, names).await;
     assert!(run.is_paired(1000).await, "the order tells it");
     let saved = run.save(1001, names).await;
@@ -97,7 +104,7 @@ async fn weights_are_replayed_by_moments_with_numbers() {
 async fn a_wrong_order_is_noticed_once_the_weights_have_moved() {
     for has_buffer in [false, true] {
         let mut run = Run::new().await;
-        let names = Names { order: OTHER, has_masters: false, has_buffer };
+        let names = Names { order: OTHER, numbers: SAME, has_masters: false, has_buffer };
         run.save(1000, names).await;
         assert!(!run.is_paired(1000).await);
         run.save(1001, names).await;
@@ -111,7 +118,7 @@ async fn a_wrong_order_is_noticed_once_the_weights_have_moved() {
 #[tokio::test]
 async fn a_new_writer_knows_the_pairs_from_its_parent() {
     let mut run = Run::new().await;
-    let names = Names { order: OTHER, has_masters: false, has_buffer: true };
+    let names = Names { order: OTHER, numbers: SAME, has_masters: false, has_buffer: true };
     run.save(1000, names).await;
     run.save(1001, names).await;
     run.writer = run.store.writer(Policy::Consecutive).await.unwrap();
@@ -122,7 +129,7 @@ async fn a_new_writer_knows_the_pairs_from_its_parent() {
 #[tokio::test]
 async fn masters_with_numbers_prove_their_weights_in_a_base() {
     let mut run = Run::new().await;
-    let names = Names { order: OTHER, has_masters: true, has_buffer: true };
+    let names = Names { order: OTHER, numbers: SAME, has_masters: true, has_buffer: true };
     let saved = run.save(1000, names).await;
     assert!(run.is_paired(1000).await);
     assert_eq!(saved.chunks.get("tc.remainder"), Some(&6), "{:?}", saved.chunks);
@@ -130,12 +137,55 @@ async fn masters_with_numbers_prove_their_weights_in_a_base() {
     assert!(saved.stored_bytes * 100 < saved.tensor_bytes * 34, "{} of {}", saved.stored_bytes, saved.tensor_bytes);
 }
 
+/// An optimizer that is made again may number the same parameters in another order.
+#[tokio::test]
+async fn another_numbering_is_noticed() {
+    let mut run = Run::new().await;
+    let names = Names { order: SAME, numbers: SAME, has_masters: false, has_buffer: false };
+    run.save(1000, names).await;
+    let numbers = [2, 1, 0, 3, 4, 5];
+    run.save(1001, names).await;
+    run.save(1010, Names { numbers, ..names }).await;
+    assert!(run.has_pairs(1010, numbers).await);
+}
+
+#[tokio::test]
+async fn a_weight_whose_name_is_not_unique_gets_no_moments() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let numbers: [Vec<u8>; 4] = [1u8, 2, 3, 4].map(|value| vec![value; 64]);
+    let names = ["model.w", "module.w", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"];
+    let state: Vec<TensorView<'_>> =
+        names.iter().zip(&numbers).map(|(name, data)| TensorView::new(*name, Dtype::F32, &[16], data).unwrap()).collect();
+    writer.save(1, &state, &[], &Metadata::default()).await.unwrap();
+    let snapshot = store.snapshot(1).await.unwrap();
+    assert_eq!(snapshot.tensor(names[2]).unwrap().param, "0");
+    assert_eq!(snapshot.tensor(names[3]).unwrap().param, "1");
+}
+
+#[tokio::test]
+async fn empty_tensors_have_nothing_to_compare() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=3u8 {
+        let number = vec![step; 4];
+        let state = [
+            TensorView::new("model.w", Dtype::F32, &[0, 4], &[]).unwrap(),
+            TensorView::new("optimizer.state.0.exp_avg", Dtype::F32, &[0, 4], &[]).unwrap(),
+            TensorView::new("model.scale", Dtype::F32, &[], &number).unwrap(),
+            TensorView::new("optimizer.state.1.exp_avg", Dtype::F32, &[], &number).unwrap(),
+        ];
+        writer.save(step.into(), &state, &[], &Metadata::default()).await.unwrap();
+    }
+    assert_eq!(store.snapshot(3).await.unwrap().read("model.scale", &Slice::all()).await.unwrap().data, [3; 4]);
+}
+
 #[tokio::test]
 async fn the_only_rank_of_a_job_finds_the_weights_too() {
     let mut run = Run::new().await;
     let options = WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() };
     let mut rank = run.store.rank_writer(Rank { rank: 0, world: 1, attempt: 0 }, options).await.unwrap();
-    let names = Names { order: OTHER, has_masters: false, has_buffer: true };
+    let names = Names { order: OTHER, numbers: SAME, has_masters: false, has_buffer: true };
     for step in [1000, 1001] {
         let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
         let receipt = rank.save(step, &names.tensors(&input), &[]).await.unwrap();
@@ -148,13 +198,15 @@ async fn the_only_rank_of_a_job_finds_the_weights_too() {
 #[tokio::test]
 async fn a_stated_parameter_is_never_replaced() {
     let store = wrap(Arc::new(InMemory::new()));
-    let roles = RoleRules::parse(["optimizer.state.0.exp_avg=exp_avg:mine"]).unwrap();
+    let rules = ["optimizer.state.0.exp_avg=exp_avg:mine", "optimizer.state.2.exp_avg=exp_avg:7"];
+    let roles = RoleRules::parse(rules).unwrap();
     let mut writer = store.writer_with(WriterOptions { roles, ..WriterOptions::default() }).await.unwrap();
     let input = Files::open(&[data("step-1000.safetensors")]).unwrap();
-    let names = Names { order: SAME, has_masters: false, has_buffer: false };
+    let names = Names { order: SAME, numbers: SAME, has_masters: false, has_buffer: false };
     writer.save(1, &names.tensors(&input), &[], &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(1).await.unwrap();
     assert_eq!(snapshot.tensor("optimizer.state.0.exp_avg").unwrap().param, "mine");
+    assert_eq!(snapshot.tensor("optimizer.state.2.exp_avg").unwrap().param, "7");
     assert_eq!(snapshot.tensor("optimizer.state.1.exp_avg").unwrap().param, "h.2.attn_proj.weight");
 }
 
