@@ -239,13 +239,13 @@ impl OpenChain {
                 "the chunk is stored by codec `{id}`, which holds none; {ADVICE}, and train with gradients in 16 bits"
             )));
         }
-        let (step, before) = (newest.as_ref().record.step, parent.as_ref().record.step);
-        match before.checked_add(1) == Some(step) {
-            true => Ok(None),
-            false => Ok(Some(format!("the chunk is a delta against step {before}, which is not the step before; {ADVICE}"))),
+        let before = parent.as_ref().record.step;
+        if before.checked_add(1) == Some(newest.as_ref().record.step) {
+            return Ok(None);
         }
+        Ok(Some(format!("the chunk is a delta against step {before}, which is not the step before; {ADVICE}")))
     }
 }
 
-/// What makes a store hold gradients.
+/// Advice of errors: how to save so that steps hold gradients.
 const ADVICE: &str = "save each step with the policy `consecutive`";

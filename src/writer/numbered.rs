@@ -42,7 +42,7 @@ pub(super) struct NumberedParams {
     has_warned: bool,
 }
 
-/// What was done for the tensors of one shape.
+/// State of the search for pairs among the tensors of one shape.
 #[derive(Debug, Default, PartialEq)]
 struct Search {
     /// Names of the tensors. With other names, the search begins again.
@@ -70,7 +70,7 @@ struct Entry {
     master: Option<usize>,
 }
 
-/// What values say of a number and a weight.
+/// Result of comparing the values of a numbered parameter and a weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Verdict {
     /// They belong together. A larger score is a better match.
@@ -293,7 +293,8 @@ async fn settle(
         }
     }
     let candidates = if has_masters { (0..class.weights.len()).collect() } else { moved };
-    let (mut found, mut is_taken) = (vec![None; class.entries.len()], vec![false; class.weights.len()]);
+    let mut found = vec![None; class.entries.len()];
+    let mut is_taken = vec![false; class.weights.len()];
     let is_too_large = candidates.len().saturating_mul(class.entries.len()) > MOST_PAIRS;
     let scores = if is_too_large { Vec::new() } else { scores(input, class, &samples, &candidates) };
     for (_, (entry, weight)) in scores {
@@ -521,7 +522,7 @@ const MOST_WORK: u64 = 1 << 22;
 /// Number of base chunks in memory at a time.
 const BATCH: usize = 16;
 
-/// Smallest sample that says something.
+/// Smallest sample that can prove or refute a pair.
 const SMALLEST_SAMPLE: usize = 8;
 
 /// Student's t from which a correlation is a proof. In 256 elements, this is a correlation of 0.45, in 4,096 one of 0.12.

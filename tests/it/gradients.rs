@@ -231,7 +231,8 @@ async fn a_chain_of_momenta_is_stored_as_gradients_and_restored_bit_by_bit() {
     for ((decay, weight), (batches, most_bits)) in MOMENTA.into_iter().flat_map(|kind| [(1, 14.0), (4, 17.5)].map(|case| (kind, case))) {
         let store = Store::open("memory://").unwrap();
         let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-        let (mut trainer, mut momentum) = (Trainer::new(Kernel::Processor, 1e-3), vec![0.0f32; COUNT]);
+        let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
+        let mut momentum = vec![0.0f32; COUNT];
         let mut states = Vec::new();
         for step in 0..24 {
             let gradients = trainer.gradients(batches);
@@ -421,7 +422,8 @@ async fn a_slice_of_a_gradient_reads_only_its_chunks() {
 async fn the_gradient_of_a_momentum_is_read() {
     let store = Store::open("memory://").unwrap();
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-    let (mut trainer, mut momentum) = (Trainer::new(Kernel::Processor, 1e-3), vec![0.0f32; COUNT]);
+    let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
+    let mut momentum = vec![0.0f32; COUNT];
     let mut used = Vec::new();
     for step in 0..10 {
         used = trainer.gradients(1);

@@ -21,7 +21,8 @@ fn trained() -> Place {
     let place = Place::new();
     let mut moment: Vec<f32> = (0..ROWS * COLUMNS).map(|at| (at as f32).sin()).collect();
     for step in [1, 2, 4] {
-        let (weight, stored) = (bytes((0..ROWS * COLUMNS).map(|at| (at * step) as f32)), bytes(moment.iter().copied()));
+        let weight = bytes((0..ROWS * COLUMNS).map(|at| (at * step) as f32));
+        let stored = bytes(moment.iter().copied());
         let shape = [ROWS, COLUMNS];
         place.write("state", &[("model.w", Dtype::F32, &shape, &weight), ("exp_avg.w", Dtype::F32, &shape, &stored)]);
         conforms("save", &place.json(&format!("save @run --step {step} --policy consecutive @state")));
