@@ -1,5 +1,5 @@
-//! The structure of the code: modules of the library import only from modules declared before them, and files of the
-//! engine and of the conformance suite import each other in no circle. For Python, see `python/tests/test_modules.py`.
+//! The structure of the code: modules of the library and of the engine import only from modules declared before them, and files
+//! of the engine and of the conformance suite import each other in no circle. For Python, see `python/tests/test_modules.py`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -181,25 +181,44 @@ fn folder(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// Imports of the library that go up: the importing module, the imported module.
-fn upward(library: &str, graph: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<(String, String)> {
-    let declared = library.lines().filter_map(|line| line.trim_start_matches("pub ").strip_prefix("mod ")?.strip_suffix(';'));
-    let order: BTreeMap<&str, usize> = declared.zip(1..).collect();
-    let floor = |file: &str| order.get(file.split("::").next().unwrap_or_default()).copied().unwrap_or(0);
-    let top = |file: &str| file.split("::").next().unwrap_or_default().to_owned();
-    let all = graph.iter().filter(|(from, _)| floor(from) > 0).flat_map(|(from, to)| to.iter().map(move |to| (from, to)));
-    all.filter(|(from, to)| floor(to) > floor(from)).map(|(from, to)| (from.clone(), top(to))).collect()
+/// Names of the modules that a file declares, in their order.
+fn declared(text: &str) -> Vec<String> {
+    let module = |line: &str| {
+        let line = line.trim_start_matches("pub ").trim_start_matches("pub(crate) ");
+        line.strip_prefix("mod ")?.strip_suffix(';').map(str::to_owned)
+    };
+    text.lines().filter_map(module).collect()
+}
+
+/// Imports that go up: the importing file, and the module beside it, or beside one that it is in, that is declared later.
+fn upward(root: &Path) -> BTreeSet<(String, String)> {
+    let order: BTreeMap<Names, Vec<String>> = texts(root).into_iter().map(|(module, text)| (module, declared(&text))).collect();
+    let names = |file: &str| file.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect::<Names>();
+    let goes_up = |from: &str, to: &str| {
+        let (from, to) = (names(from), names(to));
+        let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
+        let floor = |path: &Names| order[&path[..shared]].iter().position(|name| Some(name) == path.get(shared));
+        (floor(&to) > floor(&from) && floor(&from).is_some()).then(|| to[..=shared].join("::"))
+    };
+    let graph = imports(root);
+    let edges = graph.iter().flat_map(|(from, to)| to.iter().map(move |to| (from, to)));
+    edges.filter_map(|(from, to)| goes_up(from, to).map(|above| (from.clone(), above))).collect()
 }
 
 #[test]
 fn modules_of_the_library_import_only_from_modules_declared_before_them() {
     let graph = imports(&folder("src"));
-    let library = std::fs::read_to_string(folder("src/lib.rs")).unwrap();
     assert!(
         graph["writer::save"].contains("chain::decision") && graph["chain::walk"].contains("tensor::grid"),
         "imports are not found: {graph:#?}"
     );
-    assert_eq!(upward(&library, &graph), BTreeSet::new());
+    let among_top = upward(&folder("src")).into_iter().filter(|(_, above)| !above.contains("::")).collect::<Vec<_>>();
+    assert_eq!(among_top, []);
+}
+
+#[test]
+fn modules_of_the_engine_import_only_from_modules_declared_before_them() {
+    assert_eq!(upward(&folder("engine/src")), BTreeSet::new());
 }
 
 #[test]
@@ -208,7 +227,6 @@ fn an_import_that_goes_up_is_found() {
     let write = |name: &str, text: &str| std::fs::write(scratch.path().join(name), text).unwrap();
     write("lib.rs", "mod low;\nmod high;\npub use high::Thing;\n");
     write("high.rs", "use crate::low;\npub struct Thing;\n");
-    let library = std::fs::read_to_string(scratch.path().join("lib.rs")).unwrap();
     let expected = BTreeSet::from([("low".to_owned(), "high".to_owned())]);
     for text in [
         "use crate::high;",
@@ -218,10 +236,10 @@ fn an_import_that_goes_up_is_found() {
         "mod inner { use super::super::Thing; }",
     ] {
         write("low.rs", text);
-        assert_eq!(upward(&library, &imports(scratch.path())), expected, "{text}");
+        assert_eq!(upward(scratch.path()), expected, "{text}");
     }
     write("low.rs", "#[cfg(test)] mod tests { use crate::high::Thing; } // crate::high");
-    assert_eq!(upward(&library, &imports(scratch.path())), BTreeSet::new());
+    assert_eq!(upward(scratch.path()), BTreeSet::new());
 }
 
 /// Rust files below a folder.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::run::Run;
 use super::run_event::Event;
-use crate::host_notes::HostNotes;
-use crate::lock::is_held;
+use crate::os::lock::is_held;
+use crate::run::host_notes::HostNotes;
 
 /// A rank to which a trainer has attached.
 pub(super) struct AttachedRank {

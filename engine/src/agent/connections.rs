@@ -21,9 +21,9 @@ use super::metrics::metrics;
 use super::registry::{Credentials, Registry};
 use super::run::Run;
 use super::run_event::Event;
-use crate::framing::{receive_async, send_async};
-use crate::protocol::{Attach, AttachMode, Progress, Reply, Request, Until};
-use crate::status::AgentStatus;
+use crate::ipc::framing::{receive_async, send_async};
+use crate::ipc::messages::{Attach, AttachMode, Progress, Reply, Request, Until};
+use crate::run::status::AgentStatus;
 
 /// The parts of the agent that its connections share.
 pub(super) struct Agent {

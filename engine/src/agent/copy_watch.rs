@@ -9,12 +9,12 @@ use tensorcask::maintain::{Mirror, Refill};
 use tensorcask::wire::{SessionName, SessionStep};
 use tensorcask::{Result, Store};
 
-use super::copies::Copies;
+use super::copy_report::CopyReport;
 use super::first_host::FirstHost;
 use super::host_work::{HostWork, has_arenas};
-use crate::other_hosts::OtherHosts;
+use crate::peers::other_hosts::OtherHosts;
 use crate::peers::{Peer, Placement, ResponseLimits, TOLERATED_LOSSES, Tls};
-use crate::peers_option::Peers;
+use crate::run::peers_option::Peers;
 
 /// Reports the steps that other hosts have copied, until the agent ends.
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
@@ -126,10 +126,10 @@ impl Holders {
         let Some(others) = opened else { return copies };
         self.silent.retain(|_, since| since.elapsed() < AFTER_PROBLEM);
         let asked: Vec<u32> = self.hosts.iter().filter(|host| !self.silent.contains_key(host)).copied().collect();
-        let told = others.read_messages(asked.iter().map(|host| (*host, Copies::name_for(own))).collect()).await;
+        let told = others.read_messages(asked.iter().map(|host| (*host, CopyReport::name_for(own))).collect()).await;
         let mut has_failed = false;
         for (host, told) in asked.into_iter().zip(told) {
-            match told.and_then(|json| json.map(|json| Copies::decode(&json)).transpose()) {
+            match told.and_then(|json| json.map(|json| CopyReport::decode(&json)).transpose()) {
                 Ok(told) => {
                     self.problems.remove(&host);
                     let steps: BTreeSet<SessionStep> = told.into_iter().flat_map(|told| told.of(work.hosts.session)).collect();

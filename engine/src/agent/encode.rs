@@ -15,13 +15,13 @@ use super::run_event::{EncodedSave, Event, MemoryContents, RankGeneration};
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection, StateOfRank};
 use crate::arena::Arena;
-use crate::folders::describe_free_space;
-use crate::image::StoredState;
-use crate::known_tiers::KnownTiers;
-use crate::memory_stores::{is_full, remove_all_epochs};
-use crate::memory_tier::{EncodedSnapshot, MemoryTier, Uploads};
-use crate::row_trust::{RowTrust, SaveOfRank};
-use crate::slot_access::TakenSlot;
+use crate::arena::image::StoredState;
+use crate::arena::slot_access::TakenSlot;
+use crate::memory::stores::{is_full, remove_all_epochs};
+use crate::memory::tier::{EncodedSnapshot, MemoryTier, Uploads};
+use crate::os::folders::describe_free_space;
+use crate::rows::trust::{RowTrust, SaveOfRank};
+use crate::run::known_tiers::KnownTiers;
 
 /// Encodes states until the agent ends.
 pub(super) async fn encode_loop(run: Arc<Run>) {

@@ -9,8 +9,8 @@ use super::run::Run;
 use super::run_state::saves_no_more;
 use super::step_selection::{RankStates, Selection, Sessions, select_next};
 use crate::arena::Arena;
-use crate::files::remove_file;
-use crate::slot::SlotState;
+use crate::arena::slot::SlotState;
+use crate::os::files::remove_file;
 
 /// Selects the next work of the encoder. `arenas`: the arenas of all ranks, in rank order.
 pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::files::{remove_file, replace_file};
-use crate::folders::{ENCODING_ATTEMPT, RunFolder};
+use crate::os::files::{remove_file, replace_file};
+use crate::os::folders::{ENCODING_ATTEMPT, RunFolder};
 
 /// Notes of the save that is being encoded.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ const MOST_ATTEMPTS: u32 = 5;
 #[cfg(test)]
 mod tests {
     use super::{EncodingAttempt, MOST_ATTEMPTS, forget_attempts};
-    use crate::folders::EngineFolder;
+    use crate::os::folders::EngineFolder;
 
     #[test]
     fn a_save_at_which_agents_die_is_given_up_and_others_are_not() {

@@ -10,12 +10,12 @@ use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchang
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork, has_arenas};
-use super::replicas::remove_former_replicas;
+use super::peer_tasks::remove_former_replicas;
 use super::run_event::Event as RunEvent;
-use crate::earlier_sessions::remove_passed;
-use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, SurveyedStep};
-use crate::status::LeaderStatus;
+use crate::restore::earlier_sessions::remove_passed;
+use crate::run::host_notes::HostNotes;
+use crate::run::status::LeaderStatus;
 
 /// Commits, or waits for commits, until the agent ends.
 pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut actions: UnboundedReceiver<Action>) {

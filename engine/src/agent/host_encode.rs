@@ -16,7 +16,7 @@ use super::encoding_attempts::EncodingAttempt;
 use super::first_host::FirstHost;
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
-use super::replicas::receipt_proof;
+use super::peer_tasks::receipt_proof;
 use super::retry::Backoff;
 use super::run::Run;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
@@ -24,15 +24,15 @@ use super::run_state::owes_end;
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
-use crate::folders::describe_free_space;
+use crate::arena::image::StoredState;
+use crate::arena::slot_access::TakenSlot;
 use crate::hosts::Event;
-use crate::image::StoredState;
-use crate::known_tiers::KnownTiers;
-use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
-use crate::memory_tier::without_replicas;
+use crate::memory::stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
+use crate::memory::tier::without_replicas;
+use crate::os::folders::describe_free_space;
 use crate::peers::MOST_LISTED;
-use crate::row_trust::{LeftOut, RowTrust, SaveOfRank, without_rows};
-use crate::slot_access::TakenSlot;
+use crate::rows::trust::{LeftOut, RowTrust, SaveOfRank, without_rows};
+use crate::run::known_tiers::KnownTiers;
 
 /// Encodes and uploads states until the agent ends.
 pub(super) async fn host_encode_loop(work: Arc<HostWork>, store: Store, memory: Store, encoded: UnboundedSender<UploadWork>) {

@@ -13,11 +13,11 @@ use super::host_encode::host_encode_loop;
 use super::host_upload::host_upload_loop;
 use super::host_work::HostWork;
 use super::run::Run;
-use crate::host_notes::HostNotes;
 use crate::hosts::HostOptions;
-use crate::hosts_option::HostsSpec;
-use crate::lock::try_lock_file;
-use crate::memory_stores::{open_mirror, remove_interrupted_writes};
+use crate::memory::stores::{open_mirror, remove_interrupted_writes};
+use crate::os::lock::try_lock_file;
+use crate::run::host_notes::HostNotes;
+use crate::run::hosts_option::HostsSpec;
 
 /// Starts the tasks of a run on many hosts.
 pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<JoinHandle<()>>> {

@@ -17,8 +17,8 @@ use super::host_work::{HostWork, UploadedStep};
 use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
 use super::run_state::owes_end;
-use crate::clock::now_ms;
 use crate::hosts::Event;
+use crate::os::clock::now_ms;
 
 /// Work of the uploader.
 #[derive(Debug, Clone)]

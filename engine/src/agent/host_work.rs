@@ -16,10 +16,10 @@ use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, ReplicatedSaves, Upload};
 use super::save_log::UploadTimes;
 use super::undecided_saves::UndecidedSaves;
-use crate::clock::now_ms;
-use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView};
-use crate::hosts_option::HostsSpec;
+use crate::os::clock::now_ms;
+use crate::run::host_notes::HostNotes;
+use crate::run::hosts_option::HostsSpec;
 
 /// The work of a host.
 #[derive(Debug)]

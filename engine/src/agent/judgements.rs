@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use tensorcask::{Error, ErrorKind, Result};
 
-use crate::protocol::{Attach, AttachMode};
+use crate::ipc::messages::{Attach, AttachMode};
 
 /// Result of the comparison of a rank when it started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 use tensorcask::{Error, Result};
 
-use crate::status::{AgentStatus, ReplicaStatus, RunStatus, SaveStatus};
+use crate::run::status::{AgentStatus, ReplicaStatus, RunStatus, SaveStatus};
 
 /// Times and sizes of the saves that this agent has committed, by run. Clones share their values.
 #[derive(Debug, Clone)]
@@ -179,7 +179,7 @@ fn one_if(condition: bool) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::{SaveHistograms, metrics};
-    use crate::status::{AgentStatus, ReplicaStatus, RunStatus, SaveStatus};
+    use crate::run::status::{AgentStatus, ReplicaStatus, RunStatus, SaveStatus};
 
     #[test]
     fn metrics_are_valid_prometheus_text() {

@@ -36,9 +36,9 @@ mod run;
 mod attached_rank;
 
 mod copied_steps;
-mod copies;
+mod copy_report;
 
-mod replicas;
+mod peer_tasks;
 mod report;
 
 mod encoder_queue;
@@ -57,13 +57,14 @@ mod upload;
 
 mod host_work;
 
+mod first_host;
+
 mod copy_watch;
 
 mod host_upload;
 
 mod host_encode;
 
-mod first_host;
 mod host_commit;
 
 mod host_tasks;

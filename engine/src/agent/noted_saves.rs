@@ -11,10 +11,10 @@ use tensorcask::{Error, Result};
 use super::run_event::Action;
 use super::run_parts::CommittedSnapshot;
 use super::run_state::{RunState, fail_missing, is_of_many_hosts, take_encoded};
-use crate::files::replace_file;
-use crate::folders::{NOTED_SAVES, RunFolder};
-use crate::memory_stores::store_file;
-use crate::protocol::Failure;
+use crate::ipc::messages::Failure;
+use crate::memory::stores::store_file;
+use crate::os::files::replace_file;
+use crate::os::folders::{NOTED_SAVES, RunFolder};
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

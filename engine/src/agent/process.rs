@@ -12,10 +12,10 @@ use super::connections::Agent;
 use super::inherited::close_inherited;
 use super::options::{AgentOptions, Ended};
 use super::registry::Registry;
-use crate::files::remove_file;
-use crate::folders::EngineFolder;
-use crate::lock::Lock;
-use crate::runtime;
+use crate::os::files::remove_file;
+use crate::os::folders::EngineFolder;
+use crate::os::lock::Lock;
+use crate::os::runtime;
 
 /// Runs an agent until SIGTERM, SIGINT, a `stop` request, or the end of its idle time.
 pub fn run_agent(options: &AgentOptions) -> Result<Ended> {

@@ -8,8 +8,8 @@ use tensorcask::{ErrorKind, Result};
 
 use super::run_event::{ArenaSummary, FailedState};
 use crate::arena::Arena;
-use crate::files::remove_file;
-use crate::folders::RunFolder;
+use crate::os::files::remove_file;
+use crate::os::folders::RunFolder;
 
 /// The arenas of a run's ranks.
 #[derive(Debug, Default)]

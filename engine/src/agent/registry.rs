@@ -14,15 +14,15 @@ use super::encoder_queue::has_work;
 use super::encoding_attempts::forget_attempts;
 use super::host_tasks::spawn_host_tasks;
 use super::metrics::SaveHistograms;
-use super::replicas::spawn_peer_tasks;
+use super::peer_tasks::spawn_peer_tasks;
 use super::report::status_of;
 use super::run::Run;
 use super::run_event::Event;
 use super::storage_watch::storage_watch_loop;
 use super::upload::upload_loop;
-use crate::folders::{EngineFolder, RunFolder};
-use crate::run_spec::{RunSpec, run_key};
-use crate::status::AgentStatus;
+use crate::os::folders::{EngineFolder, RunFolder};
+use crate::run::spec::{RunSpec, run_key};
+use crate::run::status::AgentStatus;
 
 /// The runs of an agent.
 pub(super) struct Registry {
@@ -308,12 +308,12 @@ mod tests {
     use super::super::run_event::{Event, TierOrders};
     use super::super::run_state::saves_no_more;
     use super::Registry;
-    use crate::files::replace_file;
-    use crate::folders::EngineFolder;
-    use crate::host_notes::HostNotes;
-    use crate::hosts_option::Hosts;
-    use crate::lock::Lock;
-    use crate::options::EngineOptions;
+    use crate::os::files::replace_file;
+    use crate::os::folders::EngineFolder;
+    use crate::os::lock::Lock;
+    use crate::run::host_notes::HostNotes;
+    use crate::run::hosts_option::Hosts;
+    use crate::run::options::EngineOptions;
 
     /// The last rank of a host may finish as soon as the agent accepts connections. The run must know by then that the other ranks
     /// have ended: otherwise it is cleared before it has told the other hosts, which wait for these ranks forever.

@@ -6,9 +6,9 @@ use super::run::Run;
 use super::run_parts::{RankState, TierState};
 use super::run_state::RunState;
 use crate::arena::{Arena, SlotView};
-use crate::clock::now_ms;
-use crate::host_notes::HostNotes;
-use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+use crate::os::clock::now_ms;
+use crate::run::host_notes::HostNotes;
+use crate::run::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Reports the status of a run.
 pub(super) fn status_of(run: &Run) -> RunStatus {

@@ -14,14 +14,14 @@ use super::run_event::{Action, Attachment, Event};
 use super::run_parts::TierState;
 use super::run_state::RunState;
 use super::wakes::Wakes;
-use crate::folders::{EngineFolder, RunFolder};
-use crate::host_notes::HostNotes;
-use crate::lock::is_held;
-use crate::options::Encode;
+use crate::arena::slot_access::TakenSlot;
+use crate::ipc::messages::{Attach, Progress};
+use crate::os::folders::{EngineFolder, RunFolder};
+use crate::os::lock::is_held;
 use crate::peers::ReplicaBoard;
-use crate::protocol::{Attach, Progress};
-use crate::run_spec::RunSpec;
-use crate::slot_access::TakenSlot;
+use crate::run::host_notes::HostNotes;
+use crate::run::options::Encode;
+use crate::run::spec::RunSpec;
 
 /// A run, shared by its connections, its encoder and its uploaders.
 #[derive(Debug)]

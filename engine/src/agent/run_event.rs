@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use tensorcask::wire::Id;
 
 use super::save_log::{Commit, Encoding, UploadTimes};
-use crate::protocol::{AttachMode, SaveNote};
-use crate::status::{LeaderStatus, SaveStatus};
+use crate::ipc::messages::{AttachMode, SaveNote};
+use crate::run::status::{LeaderStatus, SaveStatus};
 
 /// An event of a trainer, the encoder or an uploader.
 #[derive(Debug, Clone, PartialEq)]

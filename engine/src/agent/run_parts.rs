@@ -7,8 +7,8 @@ use tensorcask::wire::Id;
 
 use super::run_event::{RankGeneration, TierOrders};
 use super::save_log::UploadTimes;
-use crate::memory_tier::UploadState;
-use crate::protocol::Failure;
+use crate::ipc::messages::Failure;
+use crate::memory::tier::UploadState;
 
 /// A rank. Ranks number their saves independently, because one may be killed or skip a save while others are not.
 #[derive(Debug, Clone, Default)]

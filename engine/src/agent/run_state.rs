@@ -21,10 +21,10 @@ use super::run_event::{
 };
 use super::run_parts::{CommittedSnapshot, MemoryState, MemoryUpload, RankState, TierState};
 use super::save_log::{Commit, SaveLog};
-use crate::inline_generation::InlineGeneration;
-use crate::options::Encode;
-use crate::protocol::{AttachMode, Failure, Progress, SaveNote};
-use crate::status::LeaderStatus;
+use crate::ipc::messages::{AttachMode, Failure, Progress, SaveNote};
+use crate::memory::inline_generation::InlineGeneration;
+use crate::run::options::Encode;
+use crate::run::status::LeaderStatus;
 
 /// The state of a run.
 #[derive(Debug, Clone)]

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use tensorcask::PreviousSave;
 
-use crate::protocol::SaveNote;
-use crate::status::SaveStatus;
+use crate::ipc::messages::SaveNote;
+use crate::run::status::SaveStatus;
 
 /// The recent saves of a run.
 #[derive(Debug, Clone, Default)]
@@ -131,7 +131,7 @@ const MAX_WAITING: usize = 4096;
 #[cfg(test)]
 mod tests {
     use super::{Encoding, SaveLog, UploadTimes};
-    use crate::protocol::SaveNote;
+    use crate::ipc::messages::SaveNote;
 
     /// A new agent may find a state in shared memory before the trainer has told it of the save.
     #[test]

@@ -1,7 +1,7 @@
 //! Selection of the state that is encoded next, from the states of all ranks. No I/O.
 
 use crate::arena::SlotHeader;
-use crate::slot::SlotState;
+use crate::arena::slot::SlotState;
 
 /// The states in the arena of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -108,7 +108,7 @@ pub(super) fn select_next(ranks: &[RankStates], sessions: Sessions, world: u32) 
 mod tests {
     use super::{RankStates, SaveKey, Selection, Sessions, StateOfRank, select_next};
     use crate::arena::SlotHeader;
-    use crate::slot::{SlotState, SlotWord};
+    use crate::arena::slot::{SlotState, SlotWord};
 
     const SESSION: u64 = 3;
 

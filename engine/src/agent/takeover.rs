@@ -13,8 +13,8 @@ use super::run::Run;
 use super::run_event::{Event, TierOrders};
 use super::save_log::Commit;
 use super::upload_source::{UploadSource, holds_anything, snapshot_ids};
-use crate::known_tiers::{KnownTier, KnownTiers, Takeover};
-use crate::tier_query::{is_restorable, saved_at};
+use crate::run::known_tiers::{KnownTier, KnownTiers, Takeover};
+use crate::run::tier_query::{is_restorable, saved_at};
 
 /// Whether an upload may proceed.
 pub(super) enum Permission {

@@ -12,8 +12,8 @@ use tensorcask::wire::{Id, SessionStep};
 use tensorcask::{Error, Result};
 
 use super::run_event::RankGeneration;
-use crate::files::replace_file;
-use crate::folders::{RunFolder, UNDECIDED_SAVES};
+use crate::os::files::replace_file;
+use crate::os::folders::{RunFolder, UNDECIDED_SAVES};
 
 /// Encoded steps of which the fate is not known, and their saves.
 #[derive(Debug)]

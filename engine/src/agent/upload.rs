@@ -17,9 +17,9 @@ use super::run_event::{Event, MemoryContents, TierOrders, Upload};
 use super::save_log::UploadTimes;
 use super::takeover::{Permission, check_permission, is_new_writer, open_copier};
 use super::upload_source::{UploadSource, find_sources, give_up, is_damaged};
-use crate::clock::now_ms;
-use crate::known_tiers::KnownTiers;
-use crate::memory_stores::memory_bytes;
+use crate::memory::stores::memory_bytes;
+use crate::os::clock::now_ms;
+use crate::run::known_tiers::KnownTiers;
 
 /// Fills a tier until the agent ends.
 pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {

@@ -8,7 +8,7 @@ use tensorcask::{ErrorKind, Result, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, LostSnapshot, LostSnapshots};
-use crate::memory_stores::open_epoch;
+use crate::memory::stores::open_epoch;
 
 /// A store that a tier is filled from.
 pub(super) struct UploadSource {

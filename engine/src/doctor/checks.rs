@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::peers_option::Peers;
-use crate::run_spec::run_key;
+use crate::run::peers_option::Peers;
+use crate::run::spec::run_key;
 
 /// Options of the doctor: the folder, the states and the peers that it checks.
 #[derive(Debug, Clone, PartialEq, Eq)]

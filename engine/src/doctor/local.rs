@@ -7,8 +7,8 @@ use rustix::process::{Resource, getrlimit};
 use tensorcask::human_bytes;
 
 use super::checks::{Check, DoctorOptions};
-use crate::folders::EngineFolder;
-use crate::run_spec::RunSpec;
+use crate::os::folders::EngineFolder;
+use crate::run::spec::RunSpec;
 
 pub(super) fn check(options: &DoctorOptions) -> Vec<Check> {
     let mut checks = Vec::new();

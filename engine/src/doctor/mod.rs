@@ -6,6 +6,8 @@
 //! | `local` | the engine's folder, shared memory, limits of the process and of its cgroup |
 //! | `network` | certificates, ports, clocks and versions of the peers |
 
+pub(crate) mod cleaning;
+
 mod checks;
 mod local;
 mod network;
@@ -16,9 +18,9 @@ use tensorcask::Result;
 
 pub use checks::{Check, CheckState, DoctorOptions, DoctorPeers};
 
-use crate::folders::EngineFolder;
-use crate::run_spec::RunSpec;
-use crate::runtime;
+use crate::os::folders::EngineFolder;
+use crate::os::runtime;
+use crate::run::spec::RunSpec;
 
 /// Looks at this host and at its peers. A failed check is no error.
 ///

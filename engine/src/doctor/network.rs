@@ -7,7 +7,7 @@ use tensorcask::Bandwidth;
 use tokio::time::Instant;
 
 use super::checks::{Check, DoctorOptions, DoctorPeers};
-use crate::folders::EngineFolder;
+use crate::os::folders::EngineFolder;
 use crate::peers::{PeerServer, ResponseLimits, Tls, probe_peer};
 
 pub(super) async fn check(peers: &DoctorPeers, options: &DoctorOptions) -> Vec<Check> {

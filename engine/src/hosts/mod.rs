@@ -5,10 +5,12 @@
 //! answers, crashes, partitions, slow hosts and clocks that disagree.
 
 mod event;
+mod takeover_timeout;
+
 mod protocol;
+
 #[cfg(test)]
 mod simulated_setup;
-mod takeover_timeout;
 
 #[cfg(test)]
 mod simulated_store;

@@ -14,8 +14,8 @@ use tensorcask::wire::Digest;
 use tensorcask::{Error, Result};
 
 use super::tls::{certificate_name, host_certificate_name};
-use crate::peers_option::PeerTls;
-use crate::run_spec::run_key;
+use crate::run::peers_option::PeerTls;
+use crate::run::spec::run_key;
 
 /// Options of [`init_tls`].
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -23,27 +23,35 @@
 //! | `http_client`, `connect`, `peer_objects` | the client, an `ObjectStore` that reads |
 //! | `version` | handshake of versions |
 //! | `union` | several places with parts of a store as one store |
+//! | `other_hosts` | the agents of a run's other hosts, as a rank reads from them |
 //!
 //! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
+//!
+//! Modules are declared from the ground up: a module imports only from modules declared before it.
 
 mod byte_range;
-mod certificates;
-mod connect;
 mod connection_waits;
-mod folder_access;
 mod handshakes;
-mod http_client;
-mod listing;
-mod peer_objects;
 mod placement;
-mod receipt_proof;
-mod replica_board;
 mod resource;
-mod serve;
-mod signature;
 mod tls;
 mod union;
 mod version;
+
+mod certificates;
+mod connect;
+mod folder_access;
+mod replica_board;
+mod signature;
+
+mod http_client;
+mod listing;
+mod receipt_proof;
+
+mod peer_objects;
+mod serve;
+
+pub(crate) mod other_hosts;
 
 pub use certificates::{CertificateFiles, InitTls, init_tls};
 pub(crate) use http_client::{ResponseLimits, probe_peer};

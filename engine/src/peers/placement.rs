@@ -15,7 +15,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::peers_option::Peers;
+use crate::run::peers_option::Peers;
 
 /// Placement of replicas in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

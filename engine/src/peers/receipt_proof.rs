@@ -25,7 +25,7 @@ use tensorcask::{Error, Limits, MAX_RECEIPT_PROOF_BYTES, ReceiptProof, Result, r
 use super::signature::Signature;
 use super::tls::Tls;
 use super::union::Place;
-use crate::hosts_option::HostsSpec;
+use crate::run::hosts_option::HostsSpec;
 
 /// Signs the receipts of this host, and checks those of others.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::connection_waits::ConnectionWaits;
-use crate::status::ReplicaStatus;
+use crate::run::status::ReplicaStatus;
 
 /// State of the observed hosts of a run.
 #[derive(Debug, Default)]

@@ -1,9 +1,11 @@
 //! Server and client together, over real connections.
 
+mod support;
+
 mod hostile;
 mod reading;
 mod refusals;
-mod replicas;
 mod session;
-mod support;
+
+mod replicas;
 mod throughput;

@@ -20,7 +20,7 @@ use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedSt
 use rustls::{SignatureScheme, version};
 use tensorcask::{Error, Result};
 
-use crate::peers_option::{PeerTls, Peers};
+use crate::run::peers_option::{PeerTls, Peers};
 
 /// Certificates of this host, and what the other side must show.
 #[derive(Debug)]
@@ -345,7 +345,7 @@ mod tests {
 
     use super::{READ_AGAIN, Tls};
     use crate::peers::certificates::tests::{certificates, valid_from};
-    use crate::run_spec::run_key;
+    use crate::run::spec::run_key;
 
     #[test]
     fn renewed_certificates_are_tried_until_they_are_valid() {

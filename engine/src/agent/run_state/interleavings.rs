@@ -7,8 +7,8 @@ use super::super::run_event::{Attachment, EncodedSave, Event, MemoryContents, Ra
 use super::super::save_log::{Encoding, UploadTimes};
 use super::model::{Encoder, Limits, Model, Notes, Release, Slot, Step, Trainer, Uploader, Writer};
 use super::{RunState, take_encoded};
-use crate::options::Encode;
-use crate::protocol::{AttachMode, SaveNote};
+use crate::ipc::messages::{AttachMode, SaveNote};
+use crate::run::options::Encode;
 
 impl Model {
     fn successors(&self) -> Vec<Model> {

@@ -7,8 +7,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::super::run_event::{Action, ArenaSummary, Event, TierOrders, Upload};
 use super::super::run_parts::CommittedSnapshot;
 use super::RunState;
-use crate::options::Encode;
-use crate::protocol::Failure;
+use crate::ipc::messages::Failure;
+use crate::run::options::Encode;
 
 /// Events that may happen in a run of the model, at any point and in any combination.
 #[derive(Debug, Clone, Copy)]

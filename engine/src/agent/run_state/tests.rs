@@ -7,8 +7,8 @@ use tensorcask::wire::Id;
 use super::super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, LostSnapshots, Upload};
 use super::super::save_log::{Encoding, UploadTimes};
 use super::RunState;
-use crate::options::Encode;
-use crate::protocol::AttachMode;
+use crate::ipc::messages::AttachMode;
+use crate::run::options::Encode;
 
 fn attach(state: &mut RunState, rank: u32, mode: AttachMode) {
     let arena = Some(ArenaSummary { session: state.session, ..ArenaSummary::default() });

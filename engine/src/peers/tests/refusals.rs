@@ -17,8 +17,8 @@ use crate::peers::http_client::ResponseLimits;
 use crate::peers::peer_objects::Peer;
 use crate::peers::serve::PeerServer;
 use crate::peers::tls::{Tls, certificate_name};
-use crate::peers_option::PeerTls;
-use crate::run_spec::run_key;
+use crate::run::peers_option::PeerTls;
+use crate::run::spec::run_key;
 
 /// Sends raw bytes and returns the answer.
 fn raw(address: SocketAddr, request: &[u8]) -> String {

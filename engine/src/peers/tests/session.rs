@@ -12,13 +12,13 @@ use tensorcask::{
 };
 
 use super::support::{Host, tls};
-use crate::hosts_option::Hosts;
-use crate::memory_stores::{open_mirror, open_replica};
+use crate::memory::stores::{open_mirror, open_replica};
 use crate::peers::certificates::CertificateFiles;
 use crate::peers::peer_objects::Peer;
 use crate::peers::receipt_proof::SignedReceipts;
 use crate::peers::union::{ListedPlace, Place, union_store};
-use crate::peers_option::PeerTls;
+use crate::run::hosts_option::Hosts;
+use crate::run::peers_option::PeerTls;
 
 pub(in crate::peers) const RANKS: u32 = 2;
 pub(in crate::peers) const WORLD: u32 = 4;

@@ -8,14 +8,14 @@ use std::time::Duration;
 use tensorcask::{Bandwidth, Dtype, Latest, Metadata, Policy, Store, TensorView, Writer};
 use tokio::task::JoinHandle;
 
-use crate::folders::{EngineFolder, RunFolder};
-use crate::memory_stores::open_epoch;
+use crate::memory::stores::open_epoch;
+use crate::os::folders::{EngineFolder, RunFolder};
 use crate::peers::http_client::ResponseLimits;
 use crate::peers::peer_objects::Peer;
 use crate::peers::serve::PeerServer;
 use crate::peers::tls::Tls;
-use crate::peers_option::PeerTls;
-use crate::run_spec::run_key;
+use crate::run::peers_option::PeerTls;
+use crate::run::spec::run_key;
 
 pub(in crate::peers) const RUN: &str = "run";
 
