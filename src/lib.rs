@@ -115,7 +115,7 @@ pub(crate) use async_recursion::async_recursion as boxed;
 pub use byte_size::human_bytes;
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
-    AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,
+    AttemptStart, ContinuedSession, Free, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,
     RankOffer, RankSet, ReceiptProof, Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
     receipt_proof_path,
 };

@@ -15,9 +15,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
-use tensorcask::{
-    Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, Retention, RoleRules, StepSelector, TensorView,
-};
+use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, RoleRules, StepSelector, TensorView};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
     Until, agent_status, run_agent, stop_agent,
@@ -26,6 +24,7 @@ use tensorcask_engine::{
 use crate::errors::raise;
 use crate::logging;
 use crate::room::{Memory, Room, rooms_of};
+use crate::upkeep::{RetentionArguments, retention_of};
 use crate::writer::{ChangedRows, Lent, NamedBytes, Shard, metadata_of, name_changed_rows, poisoned};
 
 /// Interval between checks for signals.
@@ -600,8 +599,7 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
                 options.check = name.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(name_of)?;
             }
             "retention" => {
-                let of = |(keep_last, keep_every, keep_weights_every)| Retention { keep_last, keep_every, keep_weights_every };
-                options.retention = value.extract::<Option<(Option<u64>, Option<u64>, Option<u64>)>>()?.map(of);
+                options.retention = value.extract::<Option<RetentionArguments>>()?.map(retention_of).transpose()?;
             }
             "overwrite" => options.overwrite = value.extract()?,
             "keep_base_decoded" => options.keep_base_decoded = value.extract()?,

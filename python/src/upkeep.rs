@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, RetentionReport, TimeEstimate, TimeOverrides};
-use tensorcask::{Retention, SaveTimes, SnapshotRecord, StepSelector, blocking};
+use tensorcask::{Free, Retention, SaveTimes, SnapshotRecord, StepSelector, blocking};
 
 use crate::errors::raise;
 use crate::store::Store;
@@ -77,6 +77,14 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     Ok(report)
 }
 
+/// `keep_last`, `keep_every`, `keep_weights_every` and `free`.
+pub(crate) type RetentionArguments = (Option<u64>, Option<u64>, Option<u64>, String);
+
+pub(crate) fn retention_of((keep_last, keep_every, keep_weights_every, free): RetentionArguments) -> PyResult<Retention> {
+    let free = Free::from_name(&free).map_err(|error| raise(&error))?;
+    Ok(Retention { keep_last, keep_every, keep_weights_every, free })
+}
+
 /// Applies a retention after each save. Keeps the log between the calls.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Retainer {
@@ -88,11 +96,9 @@ pub(crate) struct Retainer {
 impl Retainer {
     /// Sends no request.
     #[new]
-    #[pyo3(signature = (store, keep_last=None, keep_every=None, keep_weights_every=None))]
-    fn new(store: &Store, keep_last: Option<u64>, keep_every: Option<u64>, keep_weights_every: Option<u64>) -> Self {
-        let retention = Retention { keep_last, keep_every, keep_weights_every };
-        let inner = maintain::Retainer::new(store.inner.inner(), retention, CompactOptions::default());
-        Self { store: store.inner.clone(), inner: Mutex::new(inner) }
+    fn new(store: &Store, retention: RetentionArguments) -> PyResult<Self> {
+        let inner = maintain::Retainer::new(store.inner.inner(), retention_of(retention)?, CompactOptions::default());
+        Ok(Self { store: store.inner.clone(), inner: Mutex::new(inner) })
     }
 
     /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights.

@@ -105,7 +105,7 @@ class StoreHandle:
         native = self.native()
         with self._lock:
             if self._retainer is None or self._retainer[0] != retention:
-                self._retainer = (retention, _native.Retainer(native, *retention))
+                self._retainer = (retention, _native.Retainer(native, retention))
             self._retainer[1].apply()
 
     def snapshot(self, step: Step = "latest") -> Snapshot:

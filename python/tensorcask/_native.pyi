@@ -255,9 +255,7 @@ class Writer:
 
 @final
 class Retainer:
-    def __new__(
-        cls, store: Store, keep_last: int | None = None, keep_every: int | None = None, keep_weights_every: int | None = None
-    ) -> Retainer: ...
+    def __new__(cls, store: Store, retention: tuple[int | None, int | None, int | None, str]) -> Retainer: ...
     def apply(self) -> tuple[list[int], int | None]: ...
 
 @final

@@ -31,14 +31,17 @@ DType = Any
 Device = Any
 # Refuse or mark a state whose parameters or moments hold NaN or infinities.
 Check = Literal["finite", "tag"] | None
-# Values of keep_last, keep_every and keep_weights_every.
-Retention = tuple[int | None, int | None, int | None]
+# When the objects of forgotten steps are deleted: with the next save, or by garbage collection.
+Free = Literal["next_save", "gc"]
+# Values of keep_last, keep_every, keep_weights_every and free.
+Retention = tuple[int | None, int | None, int | None, str]
 # Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen, codecs, roles.
 WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
 _BASE_CACHES = ("memory", "encoded", "none")
 _CHECKS = ("finite", "tag", None)
+_FREE = ("next_save", "gc")
 _DISK = "disk:"
 _MAX_STEP = 2**64 - 1
 _ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "optimizer", "step"}
@@ -288,13 +291,15 @@ def _texts(given: str | Sequence[str], argument: str, use: str) -> tuple[str, ..
     return tuple(texts)
 
 
-def retention_of(keep_last: int | None, keep_every: int | None, keep_weights_every: int | None) -> Retention | None:
-    """Returns which steps to keep; None to keep all."""
+def retention_of(keep_last: int | None, keep_every: int | None, keep_weights_every: int | None, free: Free) -> Retention | None:
+    """Returns which steps to keep, and when the others are deleted; None to keep all."""
     given = {"keep_last": keep_last, "keep_every": keep_every, "keep_weights_every": keep_weights_every}
+    if free not in _FREE:
+        raise InvalidValueError(f"free {free!r}: use 'next_save' or 'gc'")
     if all(number is None for number in given.values()):
         return None
     counts = [None if number is None else check_count(name, number) for name, number in given.items()]
-    return (counts[0], counts[1], counts[2])
+    return (counts[0], counts[1], counts[2], free)
 
 
 def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from ._changed_rows import RowSource
 from ._frameworks import RawTensor
 from ._native import Saved
-from ._options import BaseCache, Check, Device, DType, Framework, Objective, Policy, Slices, Step
+from ._options import BaseCache, Check, Device, DType, Framework, Free, Objective, Policy, Slices, Step
 from ._progress import Progress
 from ._state import OnUnsupported
 from ._store import Store, open_store
@@ -47,6 +47,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     keep_weights_every: int | None = None,
+    free: Free = "next_save",
     progress: Progress = None,
 ) -> Saved:
     """Saves a state into the store at a URL. Creates the store if it does not exist.
@@ -82,6 +83,7 @@ def save(
         keep_last=keep_last,
         keep_every=keep_every,
         keep_weights_every=keep_weights_every,
+        free=free,
         progress=progress,
     )
 

@@ -17,6 +17,7 @@ from ._native import Saved
 from ._options import (
     BaseCache,
     Check,
+    Free,
     Device,
     DType,
     Framework,
@@ -100,6 +101,7 @@ class Store(Upkeep):
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_weights_every: int | None = None,
+        free: Free = "next_save",
         progress: Progress = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, text, bytes and None.
@@ -159,11 +161,14 @@ class Store(Upkeep):
             overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
                 ``ConflictError``; saving the same content again is not.
             keep_last: Number of live steps to keep. After the commit, older steps are forgotten, except pinned ones.
-                :meth:`gc` frees their disk space. If all kept steps are known to hold NaN or infinities (``check="tag"`` or
+                ``free`` says when their disk space is free. If all kept steps are known to hold NaN or infinities (``check="tag"`` or
                 ``statistics=True``), the newest finite step stays too, with a warning. If forgetting fails, a warning is
                 logged, the step stays saved, and the next save with ``keep_last`` tries again.
             keep_every: Interval of steps to keep besides the last ones: the multiples of this number.
             keep_weights_every: Interval of steps of which only the weights (roles ``model`` and ``ema``) are kept.
+            free: When the objects of forgotten steps are deleted: ``"next_save"``, with the save after the one that forgot a step,
+                once no kept step needs it as a parent; or ``"gc"``, by :meth:`gc`. A reader that takes longer than one save for a
+                step has to :meth:`pin` it before. Garbage collection also deletes what failed and killed saves leave.
             progress: A function of the bytes read and written so far, called a few times a second from another thread;
                 or True for a bar of tqdm. In a notebook with tqdm and ipywidgets, operations of more than a
                 second show the bar by default; False leaves it out.
@@ -194,7 +199,7 @@ class Store(Upkeep):
         >>> store.save({"table": RawTensor("u8", (1024, 64), table)}, step=2, base_cache="none", changed_rows={"table": [7]}).chunks
         {'tc.rows': 1}
         """
-        retention = retention_of(keep_last, keep_every, keep_weights_every)
+        retention = retention_of(keep_last, keep_every, keep_weights_every, free)
         with _collector.paused():
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]

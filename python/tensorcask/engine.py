@@ -28,7 +28,7 @@ from typing import Any, Literal
 from . import _device, _frameworks, _native, _precision, _state
 from ._changed_rows import RowSource, rows_of_save
 from ._hosts import Hosts, find_hosts, gather_on_cpu
-from ._options import Check, check_step, codec_rules, parse_policy, retention_of, role_rules, user_json
+from ._options import Check, Free, check_step, codec_rules, parse_policy, retention_of, role_rules, user_json
 from ._peers import Peers, resolve
 from ._preemption import Preemption
 from ._snapshot import address_of
@@ -127,8 +127,8 @@ class Engine:
     ``codecs``, ``roles``, ``precision``, ``statistics``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that
     ``check="finite"`` refuses is one of the ``failures`` of the next call.
 
-    ``keep_last``, ``keep_every``, ``keep_weights_every``: steps to keep in each tier, as in :meth:`tensorcask.Store.save`. The agent
-    forgets the others after each upload.
+    ``keep_last``, ``keep_every``, ``keep_weights_every``, ``free``: steps to keep in each tier, as in :meth:`tensorcask.Store.save`.
+    The agent forgets the others after each upload, and deletes them with the next one. With ``hosts``, garbage collection deletes them.
 
     ``agent``: the agent's program and first arguments; this Python, if neither that nor ``$TENSORCASK_AGENT`` is set. It ends
     after ``agent_idle_exit`` seconds without work. ``folder``: in shared memory; ``$TENSORCASK_ENGINE_DIR``, or
@@ -166,6 +166,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_weights_every: int | None = None,
+        free: Free = "next_save",
         keep_base_decoded: bool = True,
         back_pressure: str = "wait",
         on_agent_loss: str = "restart",
@@ -215,7 +216,7 @@ class Engine:
                 "precision": list(_precision.words(precision)),
                 "statistics": bool(statistics),
                 "check": check,
-                "retention": retention_of(keep_last, keep_every, keep_weights_every),
+                "retention": retention_of(keep_last, keep_every, keep_weights_every, free),
                 "keep_base_decoded": keep_base_decoded,
                 "overwrite": overwrite,
                 "back_pressure": back_pressure,

@@ -31,6 +31,7 @@ SAVE = {
     "keep_last",
     "keep_every",
     "keep_weights_every",
+    "free",
     "progress",
 }
 LOAD = {

@@ -121,7 +121,7 @@ def test_keep_last_forgets_older_steps_but_no_pinned_one(url):
     save(store, range(3))
     store.pin(1)
     before = disk_bytes(url)
-    save(store, (3, 4), keep_last=2)
+    save(store, (3, 4), keep_last=2, free="gc")
     check(store, 1, 3, 4)
     assert disk_bytes(url) > before, "forgetting frees nothing"
     assert store.gc(apply=True).collected == [0, 2]
@@ -131,6 +131,36 @@ def test_keep_last_forgets_older_steps_but_no_pinned_one(url):
     check(store, 1, 3, 4)
     tensorcask.save(state_of(5), url, step=5, keep_last=1)
     assert store.steps == [1, 5]
+
+
+def stored_steps(folder):
+    """Steps whose manifests are there."""
+    return sorted(int(path.name.split("-")[0]) for path in folder.glob("snapshots/*"))
+
+
+@pytest.mark.parametrize("through", ["store", "engine"])
+def test_a_job_deletes_what_it_has_forgotten(tmp_path, through):
+    large = {"w": np.random.default_rng(0).random(40_000)}
+    folder = tmp_path / "run"
+    if through == "store":
+        store = tensorcask.Store(folder)
+        for step in range(1, 10):
+            store.save({"w": large["w"] + step}, step=step, policy="full", keep_last=2)
+            assert stored_steps(folder) == list(range(max(1, step - 2), step + 1)), "two steps, and the one that was forgotten last"
+        for step in (10, 11):
+            store.save({"w": large["w"] + step}, step=step, policy="full", keep_last=2, free="gc")
+        assert stored_steps(folder) == [7, 8, 9, 10, 11]
+    else:
+        with tensorcask.Engine(folder, folder=tmp_path / "memory", policy="full", keep_last=2) as engine:
+            for step in range(1, 10):
+                engine.save({"w": large["w"] + step}, step=step)
+                engine.wait()
+        # The last retention may still be under way.
+        assert stored_steps(folder)[-3:] == [7, 8, 9]
+        assert len(stored_steps(folder)) <= 4
+    assert tensorcask.Store(folder).verify().is_clean
+    with pytest.raises(tensorcask.InvalidArgumentError, match="free 'soon': use 'next_save' or 'gc'"):
+        tensorcask.save(large, folder, step=20, keep_last=1, free="soon")
 
 
 def test_keep_last_counts_commits_and_not_step_numbers(url):

@@ -2,6 +2,7 @@
 
 mod age;
 mod catalog;
+mod collect;
 mod confirm;
 mod entries;
 mod exchange;
@@ -23,6 +24,7 @@ mod whole_log;
 
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
+pub(crate) use collect::{Freeing, is_root, unneeded};
 pub(crate) use confirm::{Need, Stale, Standing};
 pub use exchange::{RankExchange, RankOffer};
 pub(crate) use finite_marks::FiniteMarks;
@@ -37,7 +39,7 @@ pub use receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_pat
 pub use retention::Retained;
 pub(crate) use retention::{forget_among, forget_unwanted, live_step};
 pub(crate) use retention_rule::Decision;
-pub use retention_rule::Retention;
+pub use retention_rule::{Free, Retention};
 pub use session_exchange::{SessionExchange, SessionSurvey};
 pub use session_log::SessionLog;
 pub(crate) use state::{LogState, ManifestPlace, Summary};

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use super::{FiniteMarks, LastGood, LogState, SnapshotRecord};
 use crate::wire::Id;
 use crate::{Error, Result};
 
 /// Live steps to keep; all others are forgotten. Pinned steps and the newest step are always kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Retention {
     /// Number of newest snapshots to keep, by commit.
     pub keep_last: Option<u64>,
@@ -16,13 +18,38 @@ pub struct Retention {
     /// Interval of steps that are not forgotten, although nothing else keeps them.
     /// [`maintain::apply_retention`](crate::maintain::apply_retention()) reduces them to their weights.
     pub keep_weights_every: Option<u64>,
+    /// When the objects of forgotten steps are deleted.
+    pub free: Free,
+}
+
+/// When the objects of forgotten steps are deleted, if a job applies a [`Retention`] after each save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Free {
+    /// With the save after the one that forgot the step, as soon as no other step needs it. A reader that takes longer than one
+    /// save for a step has to pin the step before. Steps that were compacted, and runs on many hosts, wait for garbage collection.
+    #[default]
+    NextSave,
+    /// By [`maintain::gc`](crate::maintain::gc()).
+    Gc,
+}
+
+impl Free {
+    /// Finds a value by its name: `next_save` or `gc`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "next_save" => Ok(Self::NextSave),
+            "gc" => Ok(Self::Gc),
+            _ => Err(Error::invalid(format!("`{}` frees nothing: use `next_save` or `gc`", name.escape_debug()))),
+        }
+    }
 }
 
 impl Retention {
     /// Refuses a retention that keeps nothing.
     pub fn check(self) -> Result<()> {
         let all = [self.keep_last, self.keep_every, self.keep_weights_every];
-        match self == Self::default() || all.contains(&Some(0)) {
+        match all == [None; 3] || all.contains(&Some(0)) {
             true => {
                 Err(Error::invalid("nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1"))
             }

@@ -8,6 +8,7 @@
 //! cask that is an object is verified at the destination. Snapshots are added in the order of the source. A copy that was
 //! interrupted is resumed by copying again.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -97,9 +98,17 @@ impl Copier {
             plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         }
         let mut report = plan.report();
+        let mut given_up = BTreeSet::new();
         for record in &plan.missing {
-            self.copy_snapshot(source, from.state(), record, &mut report).await?;
+            match self.copy_snapshot(source, from.state(), record, &mut report).await {
+                Err(error) if error.is_damage() && is_given_up(source, record.id).await? => {
+                    tracing::warn!(step = record.step, %error, "the source has given the step up, and deleted it, during the copy; leaving it out");
+                    given_up.insert(record.id);
+                }
+                copied => copied?,
+            }
         }
+        plan.leave_out(&given_up);
         Ok((plan, report))
     }
 
@@ -411,6 +420,12 @@ impl CopyPlan {
         self.wanted.iter().filter(|record| steps.is_none() || is_asked(record) || is_new(record)).cloned().collect()
     }
 
+    /// Takes back what the plan says of snapshots that the source no longer has.
+    fn leave_out(&mut self, given_up: &BTreeSet<Id>) {
+        self.wanted.retain(|record| !given_up.contains(&record.id));
+        self.missing.retain(|record| !given_up.contains(&record.id));
+    }
+
     /// Counts what the destination has before the copy.
     fn report(&self) -> CopyReport {
         let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(self.forgotten.len());
@@ -457,6 +472,11 @@ impl StoredSnapshot {
         }
         Ok(InlineSnapshot::encode(&self.manifest_bytes, casks.iter().map(|cask| cask.as_ref())))
     }
+}
+
+/// Whether a store has given up a snapshot: its objects may be deleted.
+async fn is_given_up(store: &Store, id: Id) -> Result<bool> {
+    Ok(load_log(store).await?.state().by_id(id).is_some_and(|record| record.status == SnapshotStatus::Collected))
 }
 
 fn fenced() -> Error {

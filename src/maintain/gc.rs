@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use super::mark::{History, Marks, lost_end, newer_than_log};
 use crate::commit::{
-    Age, Contents, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file,
-    refuse_features,
+    Age, Contents, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, is_root, load_complete_log, now_ms, read_store_file, refuse_features,
+    unneeded,
 };
 use crate::store::{Listed, Work, concurrently, remove_staged_file, staged_files};
 use crate::wire::{Event, Id, lasting_folders};
@@ -267,29 +267,11 @@ impl Deletable {
     }
 }
 
-/// Forgotten and superseded snapshots: those that neither a live or pinned snapshot nor one of `kept` needs, and the others.
-fn unneeded<'s>(state: &'s LogState, kept: &BTreeSet<Id>) -> (Vec<&'s SnapshotRecord>, Vec<&'s SnapshotRecord>) {
-    let mut needed: BTreeSet<Id> = BTreeSet::new();
-    let roots = state.snapshots().iter().filter(|record| is_root(record)).map(|record| record.id);
-    for id in roots.chain(kept.iter().copied()) {
-        let mut next = Some(id);
-        while let Some(id) = next.filter(|&id| needed.insert(id)) {
-            next = state.by_id(id).and_then(|record| record.parent);
-        }
-    }
-    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
-    idle.partition(|record| !needed.contains(&record.id))
-}
-
 /// Snapshots that are no leftovers themselves, and whose parent is one of these.
 fn needing(state: &LogState, held: &[SnapshotRecord]) -> Vec<SnapshotRecord> {
     let held: BTreeSet<Id> = held.iter().map(|record| record.id).collect();
     let needs = |record: &&SnapshotRecord| is_root(record) && record.parent.is_some_and(|parent| held.contains(&parent));
     state.snapshots().iter().filter(needs).cloned().collect()
-}
-
-fn is_root(record: &SnapshotRecord) -> bool {
-    record.status == SnapshotStatus::Live || (record.pinned && record.status != SnapshotStatus::Collected)
 }
 
 /// Commits which snapshots are given up. After a commit of another writer, the snapshots are determined again.

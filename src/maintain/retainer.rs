@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::reduce::{Hold, OnDamage, Reduced, reduce_all};
-use crate::commit::{FiniteMarks, Log, SnapshotRecord, Standing, forget_unwanted, load_complete_log};
+use crate::commit::{FiniteMarks, Freeing, Log, SnapshotRecord, Standing, forget_unwanted, load_complete_log};
 use crate::wire::Id;
-use crate::{Result, Retained, Retention, Store};
+use crate::{Free, Result, Retained, Retention, Store};
 
 /// Result of [`apply_retention`].
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -16,6 +16,8 @@ pub struct RetentionReport {
     /// Snapshots of [`Retention::keep_weights_every`] that were reduced to roles `model` and `ema`, or are held as they are,
     /// newest first.
     pub reduced: Vec<Reduced>,
+    /// Snapshots whose objects were deleted ([`Retention::free`]). They were forgotten before.
+    pub freed: Vec<SnapshotRecord>,
 }
 
 /// Forgets the live steps that `retention` does not keep, as [`Store::retain`] does, and reduces the steps of
@@ -47,7 +49,7 @@ pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String],
     let decision = FiniteMarks::default().decide(&mut log, retention).await?;
     let records = [decision.forget, decision.reduce].concat();
     let reduced = reduce_all(store, &mut log, records, roles, options, OnDamage::Fail).await?;
-    Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced })
+    Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced, freed: vec![] })
 }
 
 /// Applies a retention after each save, as [`apply_retention`] does. Keeps the log and the manifests between the calls,
@@ -78,6 +80,7 @@ pub struct Retainer {
     irreducible: BTreeMap<Id, Reduced>,
     /// Which snapshots are finite, as far as it was asked.
     marks: FiniteMarks,
+    freeing: Freeing,
     /// Number of calls so far.
     calls: u64,
 }
@@ -91,7 +94,16 @@ const CALLS_BETWEEN_LOOKS: u64 = 100;
 impl Retainer {
     /// Sends no request.
     pub fn new(store: &Store, retention: Retention, options: CompactOptions) -> Self {
-        Self { store: store.clone(), retention, options, log: None, irreducible: BTreeMap::new(), marks: FiniteMarks::default(), calls: 0 }
+        Self {
+            store: store.clone(),
+            retention,
+            options,
+            log: None,
+            irreducible: BTreeMap::new(),
+            marks: FiniteMarks::default(),
+            freeing: Freeing::default(),
+            calls: 0,
+        }
     }
 
     /// The retention that is applied.
@@ -125,7 +137,11 @@ impl Retainer {
         }
         self.irreducible = reduced.iter().filter(|held| held.hold != Hold::Brief).map(|held| (held.record.id, held.clone())).collect();
         reduced.sort_by_key(|reduced| std::cmp::Reverse(reduced.record.sequence));
+        let freed = match self.retention.free {
+            Free::NextSave => self.freeing.free(&mut log).await?,
+            Free::Gc => Vec::new(),
+        };
         self.log = Some(log);
-        Ok(RetentionReport { retained, reduced })
+        Ok(RetentionReport { retained, reduced, freed })
     }
 }

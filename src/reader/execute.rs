@@ -284,7 +284,8 @@ impl OpenChain {
         };
         let mut next = batches.peek().map(start);
         while let (Some(batch), Some(fetch)) = (batches.next(), next.take()) {
-            let pages = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))??;
+            let fetched = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))?;
+            let pages = self.explained(fetched).await?;
             next = batches.peek().map(start);
             let pages_of = batch.iter().flat_map(|job| &job.recipe.ops).flat_map(|op| &op.step.entry.pages);
             let (count, bytes) = pages_of.fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));

@@ -9,14 +9,14 @@ use bytes::Bytes;
 
 use super::CaskSource;
 use crate::chain::{Link, Rows, ShardPlan, chain_of, check_link};
-use crate::commit::{LogState, SnapshotRecord, read_inline, read_manifest};
+use crate::commit::{LogState, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
 use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::Rect;
 use crate::wire::{CaskRef, Digest, Directory, Id, InlineSnapshot, Manifest};
-use crate::{Error, Limits, Result, Store, boxed};
+use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// The links of a snapshot's chain, and the store that holds their objects. `execute` decodes chunks through it.
 #[derive(Debug, Clone)]
@@ -131,7 +131,29 @@ impl OpenChain {
             let _ = link.indexes[cask].set(index);
             Ok(())
         };
-        concurrently(CONCURRENT_REQUESTS, missing.into_iter().map(read)).await.map(|_: Vec<()>| ())
+        let read = concurrently(CONCURRENT_REQUESTS, missing.into_iter().map(read)).await.map(|_: Vec<()>| ());
+        self.explained(read).await
+    }
+
+    /// Says of objects that are missing that the snapshot was given up while it was read, if that is why.
+    #[boxed]
+    pub(super) async fn explained<T: Send>(&self, read: Result<T>) -> Result<T> {
+        let error = match read {
+            Err(error) if error.is_damage() => error,
+            read => return read,
+        };
+        let record = &self.newest().record;
+        let found = load_log(&self.store).await.ok();
+        let is_given_up = |found: &SnapshotRecord| found.status == SnapshotStatus::Collected;
+        if !found.is_some_and(|log| log.state().by_id(record.id).is_some_and(is_given_up)) {
+            return Err(error);
+        }
+        let message = format!(
+            "step {} was forgotten since this snapshot was opened, and its objects are deleted. Open a newer step; to read a step for longer \
+             than one save takes, pin it first (`tensorcask pin`)",
+            record.step
+        );
+        Err(Error::new(ErrorKind::NotFound, message).object(record.manifest_path()).source(error))
     }
 
     /// Reads parts (link, cask, part, range), all at once.
@@ -153,7 +175,8 @@ impl OpenChain {
             }
             Ok(())
         };
-        concurrently(CONCURRENT_REQUESTS, groups.into_iter().map(load)).await.map(|_: Vec<()>| ())
+        let loaded = concurrently(CONCURRENT_REQUESTS, groups.into_iter().map(load)).await.map(|_: Vec<()>| ());
+        self.explained(loaded).await
     }
 
     /// Reads all index parts of all casks of a link. The indexes must have been read.

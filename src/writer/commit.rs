@@ -17,15 +17,15 @@ use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
-    Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, check_root, forget_unwanted,
-    has_store, now_ms, read_store_file, refuse_lost_log, without_store_file,
+    Age, Appended, FiniteMarks, Freeing, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, check_root,
+    forget_unwanted, has_store, now_ms, read_store_file, refuse_lost_log, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
 use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Manifest, STORE_FILE, StoreFile};
-use crate::{Blob, Error, ErrorKind, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
+use crate::{Blob, Error, ErrorKind, Free, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
 /// writers. `known`: the log that a session began with which did not reach the store.
@@ -69,6 +69,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         measures_saves: true,
         stopped: Stopped(None),
         marks: FiniteMarks::default(),
+        freeing: Freeing::default(),
         leader,
     })
 }
@@ -388,7 +389,7 @@ impl Writer {
         self.upload_ms = prepared.times.upload_ms.filter(|_| times.upload_ms.is_none()).map(|ms| ms + milliseconds(uploading));
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
-        retain(&mut self.log, self.pipeline.options.retention, &mut self.marks).await;
+        self.retain().await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
         Ok(Commit::Done(Box::new(SavedSnapshot {
             id: manifest.id,
@@ -407,13 +408,23 @@ impl Writer {
             objective: None,
         })))
     }
-}
 
-/// Forgets the steps that the options of a writer do not keep. A snapshot is committed already, so a failure is a warning.
-async fn retain(log: &mut Log, retention: Option<Retention>, marks: &mut FiniteMarks) {
-    let Some(retention) = retention else { return };
-    if let Err(error) = forget_unwanted(log, retention, marks).await {
-        tracing::warn!(%error, "the step is saved, but older steps could not be forgotten; the next save tries again");
+    /// Forgets the steps that the options do not keep, and frees what was forgotten before. A snapshot is committed already, so a
+    /// failure is a warning.
+    async fn retain(&mut self) {
+        let Some(retention) = self.pipeline.options.retention else { return };
+        if let Err(error) = forget_unwanted(&mut self.log, retention, &mut self.marks).await {
+            tracing::warn!(%error, "the step is saved, but older steps could not be forgotten; the next save tries again");
+            return;
+        }
+        // Hosts may encode deltas whose parents are forgotten before they are committed.
+        if retention.free == Free::Gc || self.leader.is_some() {
+            return;
+        }
+        match self.freeing.free(&mut self.log).await {
+            Ok(freed) => freed.iter().for_each(|record| tracing::info!(step = record.step, "freed")),
+            Err(error) => tracing::warn!(%error, "the step is saved, but not all space of older steps was freed; `tensorcask gc` frees it"),
+        }
     }
 }
 

@@ -83,7 +83,7 @@ pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_uni
 
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
 use crate::codec::{CodecRules, ObjectiveSetting};
-use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
+use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Freeing, Log};
 use crate::precision::PrecisionDecision;
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoleRules, RoundingReport, Store};
@@ -125,7 +125,7 @@ pub struct WriterOptions {
     /// How to treat a state whose parameters or moments hold NaN or infinities. Not checked by default.
     pub check: FiniteCheck,
     /// Steps to keep: after each commit, the writer forgets the others as [`Store::retain`] does. If forgetting fails, the writer
-    /// warns, the snapshot stays saved, and the next save tries again. By default all steps are kept. The writer does not
+    /// warns, the snapshot stays saved, and the next save tries again. [`Retention::free`] says when their objects are deleted. By default all steps are kept. The writer does not
     /// reduce steps of `keep_weights_every`; [`maintain::apply_retention`](crate::maintain::apply_retention()) does.
     pub retention: Option<Retention>,
     /// Patterns of names of parameters that are not trained, as for [`NamePatterns`]. [`SavedSnapshot::unchanged`] does
@@ -281,6 +281,7 @@ pub struct Writer {
     stopped: Stopped,
     /// Which snapshots are finite, for the retention.
     marks: FiniteMarks,
+    freeing: Freeing,
     /// The session that this writer commits for, as leader of many hosts.
     leader: Option<Leader>,
 }

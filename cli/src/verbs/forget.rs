@@ -115,7 +115,12 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 }
 
 fn retention(args: &Args) -> Retention {
-    Retention { keep_last: args.keep_last, keep_every: args.keep_every, keep_weights_every: args.keep_weights_every }
+    Retention {
+        keep_last: args.keep_last,
+        keep_every: args.keep_every,
+        keep_weights_every: args.keep_weights_every,
+        ..Retention::default()
+    }
 }
 
 fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {

@@ -305,7 +305,7 @@ impl Committer {
             return Err(Error::invalid("the job has started again on this host, with another session"));
         }
         (self.writer, self.led_as) = (None, Some(id));
-        let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
+        let options = WriterOptions { id: Some(id), retention: run.spec.retention, ..run.spec.writer_options()? };
         let known = HostNotes::read(&run.folder, self.work.hosts.session).known;
         let opened = match &known {
             Some(known) => LeaderWriter::open_known(&self.store, leader, known, options).await,

@@ -24,7 +24,7 @@ use crate::run::known_tiers::KnownTiers;
 /// Fills a tier until the agent ends.
 pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     let mut copier = None;
-    let mut retainer = run.tiers.get(tier).zip(run.spec.retention()).map(|(store, retention)| {
+    let mut retainer = run.tiers.get(tier).zip(run.spec.retention).map(|(store, retention)| {
         // Its log and its manifests stay in memory between uploads.
         Retainer::new(store, retention, CompactOptions::default())
     });

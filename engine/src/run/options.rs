@@ -113,7 +113,7 @@ pub struct EngineOptions {
     pub check: FiniteCheck,
     /// Steps to keep in each tier. After each upload, the agent forgets the others, and reduces steps of
     /// `keep_weights_every` to their weights, as [`maintain::apply_retention`](tensorcask::maintain::apply_retention())
-    /// does. By default all steps are kept.
+    /// does. [`Retention::free`] says when their objects are deleted. By default all steps are kept.
     pub retention: Option<Retention>,
     /// Whether the agent keeps the base of the next delta decoded. Otherwise it decodes the base for each delta.
     pub keep_base_decoded: bool,
@@ -232,9 +232,7 @@ impl EngineOptions {
             precision: self.precision.words(),
             statistics: self.statistics,
             check: self.check.name().map(str::to_owned),
-            retention: self
-                .retention
-                .map(|Retention { keep_last, keep_every, keep_weights_every }| [keep_last, keep_every, keep_weights_every]),
+            retention: self.retention,
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
             hosts: self.hosts.as_ref().map(|hosts| hosts.spec(self.rank, self.world)).transpose()?,

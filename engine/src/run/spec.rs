@@ -51,7 +51,7 @@ pub(crate) struct RunSpec {
     pub check: Option<String>,
     /// `keep_last`, `keep_every` and `keep_weights_every` of the tiers; `None` to keep all steps.
     #[serde(default)]
-    pub retention: Option<[Option<u64>; 3]>,
+    pub retention: Option<Retention>,
     pub keep_base_decoded: bool,
     pub inline: bool,
     /// The session and the ranks of this host, if the run is on many hosts.
@@ -140,12 +140,6 @@ impl RunSpec {
     /// Bytes of shared memory that encoded snapshots may use.
     pub(crate) fn cap(&self, folder: &EngineFolder) -> Result<u64> {
         self.memory_cap.map_or_else(|| Ok(folder.capacity_bytes()? / 2), Ok)
-    }
-
-    /// Which steps to keep in each tier; `None` to keep all.
-    pub(crate) fn retention(&self) -> Option<Retention> {
-        let of = |[keep_last, keep_every, keep_weights_every]: [Option<u64>; 3]| Retention { keep_last, keep_every, keep_weights_every };
-        self.retention.map(of)
     }
 
     /// Options of the writer that encodes into memory.

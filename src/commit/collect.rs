@@ -1,0 +1,117 @@
+//! Snapshots that no reader needs any more. Spec: `spec/log.md`, clause 7.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Log, LogState, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
+use crate::store::concurrently;
+use crate::wire::{Event, Id};
+use crate::{Error, ErrorKind, Result, boxed};
+
+/// Number of concurrent requests.
+const CONCURRENT_REQUESTS: usize = 16;
+
+/// Forgotten and superseded snapshots: those that neither a live or pinned snapshot nor one of `kept` needs, and the others.
+pub(crate) fn unneeded<'s>(state: &'s LogState, kept: &BTreeSet<Id>) -> (Vec<&'s SnapshotRecord>, Vec<&'s SnapshotRecord>) {
+    let mut needed: BTreeSet<Id> = BTreeSet::new();
+    let roots = state.snapshots().iter().filter(|record| is_root(record)).map(|record| record.id);
+    for id in roots.chain(kept.iter().copied()) {
+        let mut next = Some(id);
+        while let Some(id) = next.filter(|&id| needed.insert(id)) {
+            next = state.by_id(id).and_then(|record| record.parent);
+        }
+    }
+    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
+    idle.partition(|record| !needed.contains(&record.id))
+}
+
+/// Whether a snapshot is no leftover: it is live or pinned.
+pub(crate) fn is_root(record: &SnapshotRecord) -> bool {
+    record.status == SnapshotStatus::Live || (record.pinned && record.status != SnapshotStatus::Collected)
+}
+
+/// Snapshots that `root` needs by the log: itself and its chain.
+fn chain_in(state: &LogState, root: Id) -> BTreeSet<Id> {
+    let mut chain = BTreeSet::new();
+    let mut next = Some(root);
+    while let Some(id) = next.filter(|&id| chain.insert(id)) {
+        next = state.by_id(id).and_then(|record| record.parent);
+    }
+    chain
+}
+
+/// Frees the space of forgotten snapshots while a job goes on saving (log 7.6): each save deletes what nothing has needed since the
+/// save before.
+#[derive(Debug, Default)]
+pub(crate) struct Freeing {
+    /// Snapshots that could have been freed after the last save.
+    waiting: BTreeSet<Id>,
+    /// By live snapshot: all snapshots that it has needed, as far as this job has seen. A reader may have opened it before a
+    /// compaction, and still read the chain that it had then.
+    chains: BTreeMap<Id, BTreeSet<Id>>,
+}
+
+impl Freeing {
+    /// Snapshots that nothing needs, and that no live snapshot has ever needed.
+    fn freeable(&mut self, state: &LogState) -> BTreeSet<Id> {
+        let mut known = std::mem::take(&mut self.chains);
+        let mut oldest_known = 0;
+        for root in state.snapshots().iter().filter(|record| is_root(record)) {
+            let is_new = !known.contains_key(&root.id);
+            if is_new && root.revision != root.sequence {
+                // It was compacted before, and may have needed any older snapshot.
+                oldest_known = oldest_known.max(root.sequence);
+            }
+            let mut chain = known.remove(&root.id).unwrap_or_default();
+            chain.extend(chain_in(state, root.id));
+            self.chains.insert(root.id, chain);
+        }
+        let is_needed = |id: &Id| self.chains.values().any(|chain| chain.contains(id));
+        let (idle, _) = unneeded(state, &BTreeSet::new());
+        idle.into_iter().filter(|record| record.sequence > oldest_known && !is_needed(&record.id)).map(|record| record.id).collect()
+    }
+
+    /// Gives up the snapshots that could be freed at the last call already, and deletes their objects. Returns the snapshots.
+    #[boxed]
+    pub(crate) async fn free(&mut self, log: &mut Log) -> Result<Vec<SnapshotRecord>> {
+        let now = self.freeable(log.state());
+        let ripe: BTreeSet<Id> = self.waiting.intersection(&now).copied().collect();
+        self.waiting = now;
+        if ripe.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (mut given_up, mut are_needed) = (Vec::new(), false);
+        let appended = log.append(Id::random()?, |state| {
+            // Another process may have pinned one since.
+            given_up = self.freeable(state).intersection(&ripe).copied().collect();
+            are_needed = given_up.is_empty();
+            match are_needed {
+                true => Err(Error::new(ErrorKind::Conflict, "another process needs these snapshots")),
+                false => Ok(Event::Collecting { snapshots: given_up.clone() }),
+            }
+        });
+        match appended.await {
+            Ok(_) => log.write_catalog_if_due().await,
+            Err(_) if are_needed => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        }
+        let records: Vec<SnapshotRecord> = given_up.iter().filter_map(|&id| log.state().by_id(id).cloned()).collect();
+        for record in &records {
+            delete_objects(log, record).await?;
+        }
+        Ok(records)
+    }
+}
+
+/// Deletes the casks of a collected snapshot, and then its manifest. Garbage collection finds what remains after an error.
+async fn delete_objects(log: &Log, record: &SnapshotRecord) -> Result<()> {
+    let place = record.manifest_place();
+    if place.inline_in.is_some() {
+        return Ok(());
+    }
+    let manifest = read_manifest(&log.store, &place).await?;
+    refuse_features(manifest.may_ignore())?;
+    let objects = log.store.objects();
+    let delete = |path: String| async move { objects.delete(&path).await };
+    concurrently(CONCURRENT_REQUESTS, manifest.casks.iter().map(|cask| delete(cask.path()))).await?;
+    objects.delete(&place.path).await
+}
