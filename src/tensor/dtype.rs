@@ -114,7 +114,7 @@ impl Dtype {
     }
 
     /// Returns whether elements are floats or complex numbers.
-    pub(crate) fn is_float(self) -> bool {
+    pub fn is_float(self) -> bool {
         !matches!(
             self,
             Self::Bool

@@ -42,6 +42,8 @@ pub struct RankWriter {
 pub(super) struct RankPart {
     pub pipeline: SavePipeline,
     pub rank: Rank,
+    /// Whether no other rank saves parameters or moments.
+    is_alone: bool,
     pending: Option<Pending>,
 }
 
@@ -134,6 +136,12 @@ impl RankWriter {
         Ok(StorePresence::Present)
     }
 
+    /// Says whether no other rank saves parameters or moments in the next save: their owner is this rank, as in a job with replicated
+    /// data parallelism. This rank then finds the weights of moments that an optimizer numbers, as a [`Writer`](crate::Writer) does.
+    pub fn set_alone(&mut self, is_alone: bool) {
+        self.part.is_alone = is_alone;
+    }
+
     /// Like [`Writer::send_ahead`](crate::Writer::send_ahead), for the casks of this rank.
     pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.part.pipeline.ahead = ahead;
@@ -149,7 +157,7 @@ impl RankWriter {
 
 impl RankPart {
     pub(super) fn new(store: &Store, rank: Rank, options: WriterOptions) -> Self {
-        Self { pipeline: SavePipeline::new(store, options), rank, pending: None }
+        Self { pipeline: SavePipeline::new(store, options), rank, is_alone: false, pending: None }
     }
 
     /// Forgets the base that is kept. The next save is a base, or reads its parent from the store.
@@ -176,7 +184,7 @@ impl RankPart {
         let mut layout = StateLayout::of_rank(tensors, blobs, &roles, store.limits(), Some(rank))?;
         self.promote_pending(parent);
         self.pipeline.changed_rows.add(&layout);
-        if world == 1 {
+        if world == 1 || self.is_alone {
             self.pipeline.pair_numbered(step, &mut layout, parent).await;
         }
         let mut uploaded = loop {

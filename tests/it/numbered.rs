@@ -233,3 +233,32 @@ async fn numbers_that_name_weights_keep_their_names() {
         assert_eq!(snapshot.tensor(&format!("optimizer.state.{number}.exp_avg")).unwrap().param, number);
     }
 }
+
+/// As the engine saves a job with replicated data parallelism: one rank has the state, and the others what is their own.
+#[tokio::test]
+async fn a_rank_that_has_the_whole_state_replays_it() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut leader = store.writer(Policy::Consecutive).await.unwrap();
+    let rank = |rank| Rank { rank, world: 2, attempt: 0 };
+    let options = || WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() };
+    let mut ranks = [store.rank_writer(rank(0), options()).await.unwrap(), store.rank_writer(rank(1), options()).await.unwrap()];
+    ranks[0].set_alone(true);
+    let names = Names { order: OTHER, numbers: SAME, has_masters: false, has_buffer: false };
+    let mut sizes = Vec::new();
+    for step in [1000, 1001, 1010] {
+        let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+        let (state, own) = (names.tensors(&input), [TensorView::new("rank1.rng", Dtype::U8, &[4], &[1, 2, 3, 4]).unwrap()]);
+        let parent = leader.next_parent(step).await.unwrap();
+        let mut receipts = Vec::new();
+        for (writer, tensors) in ranks.iter_mut().zip([state.as_slice(), &own]) {
+            receipts.push(writer.save_on(step, parent, tensors, &[]).await.unwrap());
+        }
+        let saved = leader.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+        sizes.push(saved.stored_bytes as f64 / saved.tensor_bytes as f64);
+        let snapshot = store.snapshot(step).await.unwrap();
+        for tensor in state.iter().chain(&own) {
+            assert!(snapshot.read(tensor.name(), &Slice::all()).await.unwrap().data == tensor.data(), "step {step}, {}", tensor.name());
+        }
+    }
+    assert!(sizes[1] < 0.31, "the weights are not replayed: {sizes:?}");
+}

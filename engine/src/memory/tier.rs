@@ -192,8 +192,12 @@ impl MemoryTier {
         self.has_new_run_id = false;
         let parent = self.writer.next_parent(step).await?;
         let (mut receipts, mut left_out) = (Vec::with_capacity(states.len()), LeftOut::new());
-        for (rank, ((writer, state), own)) in self.ranks.iter_mut().zip(states).zip(without_replicas(0, tensors)?).enumerate() {
+        let parts = without_replicas(0, tensors)?;
+        // Random states and counters of a rank are integers.
+        let with_floats = parts.iter().filter(|tensors| tensors.iter().any(|tensor| tensor.dtype().is_float())).count();
+        for (rank, ((writer, state), own)) in self.ranks.iter_mut().zip(states).zip(parts).enumerate() {
             let blobs = state.blobs();
+            writer.set_alone(with_floats == 1);
             receipts.push(match writer.save_on(step, parent, &own, &blobs).await {
                 Ok(receipt) => receipt,
                 Err(error) => {
