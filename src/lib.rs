@@ -136,6 +136,6 @@ pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, RoleR
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, fact_of, is_writers_blob};
 pub use writer::{
-    BaseKeeping, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
+    BaseKeeping, Claim, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
     SavedSnapshot, UnchangedTensor, Writer, WriterOptions,
 };

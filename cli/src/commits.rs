@@ -42,12 +42,20 @@ pub fn commits(entries: &[LogEntry]) -> Vec<Commit> {
             time_ms: entry.time_ms,
             kind: entry.event.name(),
             writer: entry.writer.to_hex(),
-            what: describe(&entry.event, &steps, &step_of),
+            what: describe(&entry.event, &steps, &step_of) + &by_whom(entry),
             steps,
             snapshots: ids.iter().map(Id::to_hex).collect(),
         });
     }
     commits
+}
+
+/// Says who opened the store, if it was a job.
+fn by_whom(entry: &LogEntry) -> String {
+    match (&entry.event, &entry.job) {
+        (Event::Opened { .. }, Some(job)) => format!(" by process {} on {}", job.process, job.host),
+        _ => String::new(),
+    }
 }
 
 fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String {

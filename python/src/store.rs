@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::blocking;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, RoleRules, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{
+    Claim, FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, RoleRules, StepSelector, StoreOptions, WriterOptions,
+};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -183,7 +186,7 @@ impl Store {
     /// Opens the store for writing. Creates the store if it does not exist.
     #[pyo3(signature = (
         policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false, check=None, frozen=vec![], codecs=vec![], roles=vec![]
+        statistics=false, check=None, frozen=vec![], codecs=vec![], roles=vec![], claim="job"
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
@@ -200,9 +203,16 @@ impl Store {
         frozen: Vec<String>,
         codecs: Vec<String>,
         roles: Vec<String>,
+        claim: &str,
     ) -> PyResult<Writer> {
-        let options =
+        let mut options =
             options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen, &codecs, &roles)?;
+        options.claim = match claim {
+            "job" => Claim::Job,
+            "once" => Claim::Once,
+            "once_taking_over" => Claim::OnceTakingOver,
+            other => return Err(PyValueError::new_err(format!("claim {other:?}: use 'job', 'once' or 'once_taking_over'"))),
+        };
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))

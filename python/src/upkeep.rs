@@ -63,9 +63,15 @@ pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) ->
 
 /// Copies all live snapshots, or those of some steps, to another store.
 #[pyfunction]
-#[pyo3(signature = (store, destination, steps=None))]
-pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, steps: Option<Vec<u64>>) -> PyResult<Bound<'py, PyDict>> {
-    let options = CopyOptions { steps, ..CopyOptions::default() };
+#[pyo3(signature = (store, destination, steps=None, take_over=false))]
+pub(crate) fn copy_to<'py>(
+    py: Python<'py>,
+    store: &Store,
+    destination: &Store,
+    steps: Option<Vec<u64>>,
+    take_over: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let options = CopyOptions { steps, take_over, ..CopyOptions::default() };
     let (store, destination) = (&store.inner, &destination.inner);
     let copied = py.detach(|| until_done(store, maintain::copy(store.inner(), destination.inner(), &options)))?;
     let report = PyDict::new(py);

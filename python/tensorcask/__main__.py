@@ -67,13 +67,14 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     )
     parser.add_argument("--each", action="store_true", help="save each SOURCE into a store of its own, STORE/NAME; the last number in NAME is the step")
     parser.add_argument("--shard", type=_part, metavar="I/N", help="with --each: part i of n of the sources, with i from 0")
+    parser.add_argument("--take-over", action="store_true", help="take the store over from a job that saves to it: its next save fails")
     given = parser.parse(words)
     if given.shard and not given.each:
         parser.error("--shard is for --each: one snapshot has one writer")
     if given.each:
         from ._conversions import import_each
 
-        options = {"format": given.format, "policy": given.policy, "allow": given.allow, "on_unsupported": given.on_unsupported}
+        options = {name: getattr(given, name) for name in ("format", "policy", "allow", "on_unsupported", "take_over")}
         stores = import_each(given.sources, given.store, step=given.step, shard=given.shard, **options)
         names = [name for row in stores for name in row["left_out"]]
         report = {"store": given.store, "shard": _shard_text(given.shard), "stores": stores, "left_out": names}
@@ -101,6 +102,7 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
         allow=given.allow,
         on_unsupported=given.on_unsupported,
         left_out=left_out,
+        take_over=given.take_over,
     )
     facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
     line = f"step {saved.step}: a {saved.kind}; {saved.tensor_bytes} bytes of tensors, {saved.stored_bytes} bytes stored"

@@ -39,6 +39,7 @@ class StoreHandle:
         self._lock = threading.RLock()
         self._native = self._opened()
         self._pid = os.getpid()
+        self._claim = "job"
         self._writer: tuple[WriterOptions, _native.Writer] | None = None
         self._retainer: tuple[Retention, _native.Retainer] | None = None
 
@@ -63,6 +64,12 @@ class StoreHandle:
         """Opens another store with the settings and credentials of this store."""
         return type(self)(url, self._config, credential_provider=self._provider, fsync=self._fsync)
 
+    def by_hand(self, take_over: bool) -> Self:
+        """Opens the store again for one save by hand, which is refused while a job saves to the store, unless it takes over."""
+        store = self.at(self._url)
+        store._claim = "once_taking_over" if take_over else "once"
+        return store
+
     def native(self) -> _native.Store:
         """Returns the native store. Opens it again in a forked process, which has none of its parent's threads."""
         if self._pid != os.getpid():
@@ -86,7 +93,7 @@ class StoreHandle:
         with self._lock:
             if self._writer is None or self._writer[0] != options:
                 with _foreign.explained(self._url):
-                    self._writer = (options, native.writer(*options))
+                    self._writer = (options, native.writer(*options, claim=self._claim))
             try:
                 return use(self._writer[1])
             except _native.OutcomeUnknownError:

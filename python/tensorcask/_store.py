@@ -283,13 +283,19 @@ class Store(Upkeep):
                 passed_over.append(snapshot.id)
 
     def copy_to(
-        self, destination: str | os.PathLike[str] | Store | Any, *, steps: Sequence[int] | None = None, progress: Progress = None
+        self,
+        destination: str | os.PathLike[str] | Store | Any,
+        *,
+        steps: Sequence[int] | None = None,
+        take_over: bool = False,
+        progress: Progress = None,
     ) -> CopyReport:
         """Copies all live steps, or only ``steps``, and the snapshots that they need into another store.
 
         ``destination`` is a URL or an open store, empty or an earlier copy. A URL takes its settings from the environment;
         ``store.at(url)`` is a store with the settings of this one. Snapshots keep their ids and bytes, and every byte is
-        checked at the destination. Copying again adds new snapshots and completes an interrupted copy.
+        checked at the destination. Copying again adds new snapshots and completes an interrupted copy. If a job saves to the
+        destination, this is a ``ConflictError``, unless ``take_over``: the next save of that job then fails with ``FencedError``.
 
         >>> store = Store("memory://copy-example")
         >>> for step in (1, 2):
@@ -300,7 +306,7 @@ class Store(Upkeep):
         into = open_store(destination, None)
         wanted = None if steps is None else [check_step(step) for step in steps]
         with watching(self.native(), progress, "copy"):
-            return CopyReport(**_native.copy_to(self.native(), into.native(), wanted))
+            return CopyReport(**_native.copy_to(self.native(), into.native(), wanted, take_over))
 
     def writer(
         self,

@@ -50,6 +50,7 @@ def import_(
     allow: Sequence[str] = (),
     on_unsupported: OnUnsupported = None,
     left_out: list[str] | None = None,
+    take_over: bool = False,
 ) -> Saved:
     """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state.
 
@@ -64,6 +65,9 @@ def import_(
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
     path and the value that returns a value to store instead.
 
+    ``take_over``: whether to take the store over from a job that saves to it, whose next save then fails with ``FencedError``. Without
+    it, such an import is a ``ConflictError``.
+
     >>> import tempfile, torch, tensorcask
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     torch.save({"w": torch.ones(2), "epoch": 1}, f"{folder}/old.pt")
@@ -74,7 +78,7 @@ def import_(
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
     for path in paths:
         _check_source(path, url)
-    store = open_store(url, None)
+    store = open_store(url, None).by_hand(take_over)
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     left_out = [] if left_out is None else left_out
     if kind == "safetensors":

@@ -60,6 +60,26 @@ def test_a_store_is_kept_from_the_command_line(model, url, tmp_path):
     assert told("copy", url, tmp_path / "copy")["snapshots"] == 1
 
 
+def test_what_is_done_by_hand_ends_no_running_job(model, url, tmp_path):
+    job = "import sys, tensorcask; tensorcask.save({'w': b'1'}, sys.argv[1], step=1); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", job, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        running.stdout.readline()
+        for words in (["save", url, "--step", 2, model], ["import", model, url, "--step", 2]):
+            refused = told(*words, code=11)["error"]
+            assert f"process {running.pid} on host" in refused["message"], refused
+            assert refused["kind"] == "conflict"
+        tensorcask.save({"w": b"1"}, tmp_path / "other", step=3)
+        with pytest.raises(tensorcask.ConflictError, match="take_over=True"):
+            tensorcask.Store(tmp_path / "other").copy_to(url)
+        assert told("import", model, url, "--step", 2, "--take-over")["steps"] == [2]
+        running.stdin.close()
+    # The process that has ended owns nothing.
+    tensorcask.save({"w": b"1"}, url, step=4)
+    assert tensorcask.Store(url).steps == [1, 2, 4]
+    subprocess.run([sys.executable, "-c", job, str(tmp_path / "ended")], stdin=subprocess.DEVNULL, check=True)
+    assert told("save", tmp_path / "ended", "--step", 2, model)["step"] == 2
+
+
 def test_python_m_is_the_same_command(model, url):
     module = [sys.executable, "-m", "tensorcask"]
     for words in (["--help"], ["--version"], ["import", "--help"], ["save", "--help"], ["save"], ["ls", "/nowhere"]):

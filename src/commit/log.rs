@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{ResultExt, is_refusal};
 use crate::store::{Created, Store, concurrently};
-use crate::wire::{Digest, Event, Id, InlineSnapshot, LogEntry, StoreFile};
+use crate::wire::{Digest, Event, Id, InlineSnapshot, Job, LogEntry, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Log of a store, as far as it has been read.
@@ -26,6 +26,8 @@ pub(crate) struct Log {
     pub(super) entered: Option<(u64, Digest)>,
     /// Errors of catalogs that were skipped: damaged, or listed and absent.
     pub(crate) skipped: Vec<Error>,
+    /// Job that entries of this process name.
+    pub(crate) job: Option<Job>,
 }
 
 /// An entry as it was read or written.
@@ -58,6 +60,8 @@ const FIRST_ENTRIES: u64 = 4;
 const ENTRIES_AFTER_CATALOG: u64 = 8;
 /// Number of manifests fetched at once.
 const CONCURRENT_MANIFESTS: usize = 32;
+/// Number of times that a reader looks at the log again, because a job has freed what it was about to read.
+pub(crate) const MOST_LOOKS: u32 = 16;
 /// Maximum number of attempts to send an entry while its outcome is unclear. The wait doubles after each attempt.
 const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
@@ -90,7 +94,7 @@ impl Log {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
         let (store_file, mut catalogs) = (store_file?, catalogs?);
         let (newest, skipped) = (BTreeMap::new(), Vec::new());
-        let mut log = Self { store: store.clone(), store_file, state: LogState::default(), newest, entered: None, skipped };
+        let mut log = Self { store: store.clone(), store_file, state: LogState::default(), newest, entered: None, skipped, job: None };
         let mut entered = begin_with_catalog(&mut log, &catalogs).await?;
         if entered.is_none() && log.skipped.iter().any(|error| error.kind() == ErrorKind::Storage) {
             // A mirror removes older catalogs once it has a newer one.
@@ -224,7 +228,10 @@ impl Log {
             }
             let sequence = self.state.next_sequence()?;
             let token = Id::random()?;
-            let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
+            let mut entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
+            if matches!(entry.event, Event::Opened { .. } | Event::Added { .. }) {
+                entry.job.clone_from(&self.job);
+            }
             let (mut bytes, digest) = entry.encode()?;
             bytes.extend_from_slice(inline.unwrap_or_default());
             let bytes = Bytes::from(bytes);
@@ -263,6 +270,27 @@ impl Log {
     /// Does the same as [`summarise`](Self::summarise), with manifests that a mirror has.
     #[boxed]
     pub(crate) async fn summarise_from(&mut self, store: &Store, only: Option<&[Id]>) -> Result<Damaged> {
+        let mut looks = 0;
+        loop {
+            let unreadable = self.read_summaries(store, only).await?;
+            if unreadable.is_empty() || looks == MOST_LOOKS {
+                return Ok(Damaged(unreadable));
+            }
+            // A job may have freed snapshots since the log was read, or a compaction replaced their manifests.
+            if self.refresh().await.is_err() {
+                return Ok(Damaged(unreadable));
+            }
+            looks += 1;
+            let is_same = |known: &SnapshotRecord| self.state.by_id(known.id).is_some_and(|now| now.facts() == known.facts());
+            if unreadable.iter().all(|(record, _)| is_same(record)) {
+                return Ok(Damaged(unreadable));
+            }
+        }
+    }
+
+    /// Reads manifests once. Returns those that cannot be read.
+    #[boxed]
+    async fn read_summaries(&mut self, store: &Store, only: Option<&[Id]>) -> Result<Vec<(SnapshotRecord, Error)>> {
         let is_wanted = |record: &SnapshotRecord| only.is_none_or(|ids| ids.contains(&record.id));
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
@@ -299,7 +327,7 @@ impl Log {
                 Err(damaged) => unreadable.push(damaged),
             }
         }
-        Ok(Damaged(unreadable))
+        Ok(unreadable)
     }
 
     /// Stores a summary that is already known.

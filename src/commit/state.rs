@@ -143,6 +143,8 @@ pub(crate) struct LogState {
     pub sequence: u64,
     pub head: Option<Digest>,
     pub last_writer: Option<LastWriter>,
+    /// Whether that writer gave a job in that entry. Unknown, and `false`, if the state came from a catalog.
+    pub last_is_job: bool,
     /// Leader of the many hosts that write to the store, if they do.
     pub leadership: Leadership,
     /// Ids of the writers of the `opened` and `added` entries read so far. A catalog holds only the last.
@@ -281,6 +283,7 @@ impl LogState {
         self.may_ignore.extend(entry.may_ignore().iter().cloned());
         if matches!(entry.event, Event::Opened { .. } | Event::Added { .. }) {
             self.last_writer = Some(LastWriter { writer: entry.writer, sequence: entry.sequence });
+            self.last_is_job = entry.job.is_some();
             self.writers.insert(entry.writer);
         }
         self.sequence = entry.sequence;
@@ -323,6 +326,11 @@ impl LogState {
         self.by_id.insert(record.id, self.snapshots.len());
         self.snapshots.push(record);
         Ok(())
+    }
+
+    /// Whether a job has become the last writer since `seen` was.
+    pub(crate) fn has_new_job(&self, seen: Option<LastWriter>) -> bool {
+        self.last_writer != seen && self.last_is_job
     }
 
     /// Returns the number of the next entry.

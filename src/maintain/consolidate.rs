@@ -14,7 +14,7 @@ use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot};
 use crate::writer::{Prepared, slot_of_role};
-use crate::{Error, ErrorKind, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store, WriterOptions};
+use crate::{Claim, Error, ErrorKind, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store, WriterOptions};
 
 /// Writes a snapshot of `source` into `destination` as a base in which no tensor is sharded. All tensors go into casks
 /// of rank 0. The blobs of each other rank go into one cask of that rank. Tensors, roles, blobs and metadata stay the
@@ -33,7 +33,8 @@ pub async fn consolidate(
     }
     let snapshot = source.snapshot(at).await?;
     let directory_before = &snapshot.chain.newest().directory;
-    let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };
+    let writer_options =
+        WriterOptions { policy: Policy::Full, claim: Claim::Once, age_floor: options.age_floor, ..WriterOptions::default() };
     check_content(&snapshot.chain).await?;
     snapshot.chain.links().try_for_each(Link::refuse_unwritable)?;
     // A writer would fence the job that writes there.

@@ -8,7 +8,7 @@
 //! cask that is an object is verified at the destination. Snapshots are added in the order of the source. A copy that was
 //! interrupted is resumed by copying again.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,13 +19,13 @@ use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
 use crate::commit::{
-    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest, read_manifest_bytes,
-    refuse_features,
+    Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest,
+    read_manifest_bytes, refuse_features,
 };
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, saves_inline};
-use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Job, Manifest};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Copies the snapshots of a run into a destination as they come. Writes there as one writer with an id.
@@ -37,6 +37,8 @@ pub struct Copier {
     pub(super) writer: Id,
     /// Whether the log names this writer as the one that writes now.
     opened: bool,
+    /// The last writer when the copy began, if it may not take over from a job that has come since.
+    begun_after: Option<Option<LastWriter>>,
     options: CopyOptions,
     /// Casks that were sent to the destination before their snapshot was committed.
     ahead: Option<AheadUploads>,
@@ -49,7 +51,7 @@ impl Copier {
     #[boxed]
     pub async fn open(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
         let log = open_destination(source, destination).await?;
-        Ok(Self { destination: destination.clone(), log, writer, opened: false, options, ahead: None })
+        Ok(Self { destination: destination.clone(), log, writer, opened: false, begun_after: None, options, ahead: None })
     }
 
     /// Id of this copier, as the log of the destination names it with each commit.
@@ -90,26 +92,34 @@ impl Copier {
     /// Copies the snapshots that the destination does not have. Also returns what was to be copied.
     #[boxed]
     pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(CopyPlan, CopyReport)> {
-        let from = load_log(source).await?;
-        let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        if !plan.missing.is_empty() {
-            // Another copier may have added snapshots before this one fenced it.
-            self.open_log(None).await?;
-            plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
-        }
-        let mut report = plan.report();
-        let mut given_up = BTreeSet::new();
-        for record in &plan.missing {
-            match self.copy_snapshot(source, from.state(), record, &mut report).await {
-                Err(error) if error.is_damage() && is_given_up(source, record.id).await? => {
-                    tracing::warn!(step = record.step, %error, "the source has given the step up, and deleted it, during the copy; leaving it out");
-                    given_up.insert(record.id);
-                }
-                copied => copied?,
+        let mut report = CopyReport::default();
+        let mut added: BTreeMap<Id, SnapshotRecord> = BTreeMap::new();
+        let mut begun_again = 0;
+        'plan: loop {
+            let from = load_log(source).await?;
+            let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+            if !plan.missing.is_empty() {
+                // Another copier may have added snapshots before this one fenced it.
+                self.open_log(None).await?;
+                plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
             }
+            let there = plan.report();
+            report.present = there.present.saturating_sub(report.snapshots);
+            report.forgotten = there.forgotten;
+            for record in &plan.missing {
+                match self.copy_snapshot(source, from.state(), record, &mut report).await {
+                    Err(error) if error.is_damage() && begun_again < MOST_PLANS && has_changed(source, record).await? => {
+                        tracing::warn!(step = record.step, %error, "the source gave up or compacted the step during the copy; looking at the source again");
+                        begun_again += 1;
+                        continue 'plan;
+                    }
+                    copied => copied?,
+                }
+                added.insert(record.id, record.clone());
+            }
+            plan.note_added(&added);
+            return Ok((plan, report));
         }
-        plan.leave_out(&given_up);
-        Ok((plan, report))
     }
 
     /// Copies part i of n of the casks that the destination lacks, each checked there. Commits nothing.
@@ -305,6 +315,7 @@ impl Copier {
     /// after a crash, note the id and [`last_writer`](Self::last_writer) before.
     #[boxed]
     pub async fn take_over(&mut self) -> Result<()> {
+        self.log.job = Some(Job::here());
         self.open_log(None).await
     }
 
@@ -312,6 +323,7 @@ impl Copier {
     /// destination since.
     #[boxed]
     pub async fn take_over_from(&mut self, last: Option<Id>) -> Result<()> {
+        self.log.job = Some(Job::here());
         self.open_log(Some(last)).await
     }
 
@@ -319,6 +331,7 @@ impl Copier {
     /// with `Fenced` if the last writer is another.
     #[boxed]
     pub async fn go_on_as(&mut self, ids: &[Id]) -> Result<()> {
+        self.log.job = Some(Job::here());
         match self.last_writer() {
             Some(last) if ids.contains(&last) => {
                 (self.writer, self.opened) = (last, true);
@@ -329,11 +342,22 @@ impl Copier {
         }
     }
 
+    /// Fails if a job saves to the destination, and makes the copy fail if one has come once it commits.
+    pub(super) async fn refuse_owned(&mut self) -> Result<()> {
+        if let Some(owner) = Owner::of(&self.log).await? {
+            return Err(owner.refusal(&self.destination));
+        }
+        self.begun_after = Some(self.log.state().last_writer);
+        Ok(())
+    }
+
     async fn open_log(&mut self, only_from: Option<Option<Id>>) -> Result<()> {
         if !self.opened {
             let url = self.destination.url().to_owned();
+            let begun_after = self.begun_after;
             let opened = self.log.append(self.writer, |state| match only_from {
                 Some(last) if state.last_writer.map(|last| last.writer) != last => Err(fenced().object(&url)),
+                _ if begun_after.is_some_and(|seen| state.has_new_job(seen)) => Err(fenced().object(&url)),
                 _ => Ok(Event::Opened { leader: None }),
             });
             opened.await?;
@@ -420,10 +444,14 @@ impl CopyPlan {
         self.wanted.iter().filter(|record| steps.is_none() || is_asked(record) || is_new(record)).cloned().collect()
     }
 
-    /// Takes back what the plan says of snapshots that the source no longer has.
-    fn leave_out(&mut self, given_up: &BTreeSet<Id>) {
-        self.wanted.retain(|record| !given_up.contains(&record.id));
-        self.missing.retain(|record| !given_up.contains(&record.id));
+    /// Counts snapshots as new that an earlier plan of this copy has added, with the status that they were to get.
+    fn note_added(&mut self, added: &BTreeMap<Id, SnapshotRecord>) {
+        for record in &mut self.wanted {
+            if let Some(earlier) = added.get(&record.id) {
+                record.status = earlier.status;
+            }
+        }
+        self.missing = added.values().cloned().collect();
     }
 
     /// Counts what the destination has before the copy.
@@ -474,9 +502,12 @@ impl StoredSnapshot {
     }
 }
 
-/// Whether a store has given up a snapshot: its objects may be deleted.
-async fn is_given_up(store: &Store, id: Id) -> Result<bool> {
-    Ok(load_log(store).await?.state().by_id(id).is_some_and(|record| record.status == SnapshotStatus::Collected))
+/// Number of times that a copy looks at a source again whose steps go away or are compacted.
+const MOST_PLANS: u32 = 16;
+
+/// Whether the log of a store says something else of a snapshot by now. Its objects may then be gone (log 7.6).
+async fn has_changed(store: &Store, known: &SnapshotRecord) -> Result<bool> {
+    Ok(load_log(store).await?.state().by_id(known.id).is_none_or(|found| found.facts() != known.facts()))
 }
 
 fn fenced() -> Error {

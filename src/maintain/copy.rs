@@ -28,11 +28,14 @@ pub struct CopyOptions {
     /// Part i of n of the casks, as `(i, n)`: only these are copied, and nothing is committed. After all parts were copied, a copy
     /// without a shard commits. `None` for a whole copy.
     pub shard: Option<(u64, u64)>,
+    /// Whether to take the destination over from a job that saves to it: its next save fails with `Fenced`. Otherwise such a copy is
+    /// refused with `Conflict`.
+    pub take_over: bool,
 }
 
 impl Default for CopyOptions {
     fn default() -> Self {
-        Self { steps: None, age_floor: DEFAULT_AGE_FLOOR, shard: None }
+        Self { steps: None, age_floor: DEFAULT_AGE_FLOOR, shard: None, take_over: false }
     }
 }
 
@@ -68,6 +71,9 @@ pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) ->
     }
     // Entries after a gap name steps that a reader does not see.
     Log::load_whole(source).await.map_err(|e| e.object(source.url()))?;
+    if !options.take_over {
+        copier.refuse_owned().await?;
+    }
     let (plan, report) = copier.add_missing(source).await?;
     mirror_status(&mut copier.log, copier.writer, &plan.named(options.steps.as_deref())).await?;
     match plan.forgotten.first() {

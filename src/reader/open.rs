@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::{SkippedSnapshot, Snapshot, Survey};
-use crate::commit::{History, SnapshotRecord, SnapshotStatus, load_log};
+use crate::commit::{History, MOST_LOOKS, SnapshotRecord, SnapshotStatus, load_log};
 use crate::{Error, Result, Store};
 
 /// Selector of the newest live snapshot by commit.
@@ -47,15 +47,28 @@ pub struct SnapshotInfo {
 impl Store {
     /// Opens a snapshot. Checks all log entries, manifests and directories of its chain.
     pub async fn snapshot(&self, at: impl Into<StepSelector>) -> Result<Snapshot> {
-        let log = load_log(self).await?;
-        let state = log.state();
-        let (record, wanted) = match at.into() {
-            StepSelector::Latest => (state.latest(), "snapshot".to_owned()),
-            StepSelector::Step(step) => (state.at_step(step), format!("step {step}")),
-        };
-        let record = record
-            .ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()))?;
-        Snapshot::load(self, state, record.id).await
+        let at = at.into();
+        let mut log = load_log(self).await?;
+        let mut looks = 0;
+        loop {
+            let (record, wanted) = match at {
+                StepSelector::Latest => (log.state().latest(), "snapshot".to_owned()),
+                StepSelector::Step(step) => (log.state().at_step(step), format!("step {step}")),
+            };
+            let record = record
+                .ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()))?
+                .clone();
+            let error = match Snapshot::load(self, log.state(), record.id).await {
+                Err(error) if error.is_damage() && looks < MOST_LOOKS => error,
+                opened => return opened,
+            };
+            log = load_log(self).await?;
+            if log.state().by_id(record.id).is_some_and(|now| now.facts() == record.facts()) {
+                return Err(error);
+            }
+            // A job has forgotten and freed the step since, or a compaction has replaced it.
+            looks += 1;
+        }
     }
 
     /// Returns all live snapshots, ordered by commit.

@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use super::{SkippedSnapshot, Snapshot};
-use crate::commit::{History, SnapshotRecord, load_log};
+use crate::commit::{History, SnapshotRecord, SnapshotStatus, load_log};
 use crate::store::concurrently;
 use crate::{Error, Result};
 
@@ -78,11 +78,18 @@ impl History<'_> {
         for result in concurrently(CONCURRENT_SNAPSHOTS, records.into_iter().map(of_record)).await? {
             match result {
                 Ok(found) => survey.found.push(found),
-                Err(skipped) => {
-                    tracing::warn!(step = skipped.step, error = %skipped.error, "this step cannot be read; it is left out");
-                    survey.skipped.push(skipped);
-                }
+                Err(skipped) => survey.skipped.push(skipped),
             }
+        }
+        if !survey.skipped.is_empty() {
+            // A job may have freed steps meanwhile: they are no more, and no damage.
+            let now = load_log(self.store).await?;
+            let is_live =
+                |skipped: &SkippedSnapshot| now.state().by_id(skipped.snapshot).is_some_and(|now| now.status == SnapshotStatus::Live);
+            survey.skipped.retain(is_live);
+        }
+        for skipped in &survey.skipped {
+            tracing::warn!(step = skipped.step, error = %skipped.error, "this step cannot be read; it is left out");
         }
         Ok(survey)
     }

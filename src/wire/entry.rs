@@ -111,6 +111,34 @@ pub struct Leader {
     pub above: Option<u64>,
 }
 
+/// A job that goes on saving to a store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Job {
+    /// Name of the host on which the writer runs.
+    pub host: String,
+    /// Number of the writer's process there.
+    pub process: u32,
+}
+
+impl Job {
+    /// The job of this process.
+    pub fn here() -> Self {
+        Self { host: host_name(), process: std::process::id() }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn host_name() -> String {
+    let named = ["HOSTNAME", "COMPUTERNAME"].iter().find_map(|name| std::env::var(name).ok());
+    named.unwrap_or_else(|| "unknown".to_owned())
+}
+
 /// One commit of a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -127,6 +155,10 @@ pub struct LogEntry {
     pub token: Id,
     /// Id of the writer.
     pub writer: Id,
+    /// The job that the writer saves for; `None` for one save by hand, for copies, and for entries of other kinds than `opened` and
+    /// `added`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Job>,
     /// Time of the commit by the writer's clock, in milliseconds since 1970.
     pub time_ms: u64,
     /// The event.
@@ -145,6 +177,7 @@ impl LogEntry {
             previous,
             token,
             writer,
+            job: None,
             time_ms,
             event,
         }

@@ -30,7 +30,7 @@ mod tree;
 mod unique;
 
 pub use directory::{Directory, DirectoryShard, DirectoryTensor};
-pub use entry::{Event, Leader, LogEntry};
+pub use entry::{Event, Job, Leader, LogEntry};
 pub use facts::fact_of;
 pub use header::{HEADER_BYTES, Header};
 pub use ids::{Digest, Id};

@@ -14,17 +14,17 @@ use std::time::Instant;
 
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
-use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
+use super::{Claim, ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
 use crate::commit::{
-    Age, Appended, FiniteMarks, Freeing, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, check_root,
+    Age, Appended, FiniteMarks, Freeing, KnownLog, LeaderRefusal, Log, LogState, Need, Owner, Stale, Standing, Summary, check_root,
     forget_unwanted, has_store, now_ms, read_store_file, refuse_lost_log, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
-use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Manifest, STORE_FILE, StoreFile};
+use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Job, Leader, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Free, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
@@ -39,9 +39,25 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         None => Id::random()?,
     };
     let mut log = open_log(store, None).await?;
+    let seen = match options.claim {
+        Claim::Job => {
+            log.job = Some(Job::here());
+            None
+        }
+        Claim::Once => {
+            if let Some(owner) = Owner::of(&log).await?.filter(|owner| owner.writer != id) {
+                return Err(owner.refusal(store));
+            }
+            Some(log.state().last_writer)
+        }
+        Claim::OnceTakingOver => None,
+    };
     let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
         Some(Err(refusal)) => Err(refused(refusal)),
+        _ if seen.is_some_and(|seen| state.has_new_job(seen)) => {
+            Err(Error::new(ErrorKind::Conflict, "a job has opened the store at the same time; nothing was saved").object(store.url()))
+        }
         _ => {
             known.filter(|_| begins).map_or(Ok(()), |known| known.check_log(state.sequence, &state.leadership))?;
             Ok(Event::Opened { leader })
@@ -175,6 +191,7 @@ impl Writer {
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;
         let mut log = open_log(&store, Some(self.log.store_file.run)).await?;
+        log.job.clone_from(&self.log.job);
         let (id, predecessors) = (self.id, &self.predecessors);
         let opened = log.append(id, |state| match state.last_writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(

@@ -142,6 +142,8 @@ pub struct WriterOptions {
     /// Id that the log names with each commit. Writers with the same id belong to one job and do not fence each other.
     /// By default each writer gets a random id.
     pub id: Option<Id>,
+    /// How the writer claims the store.
+    pub claim: Claim,
     /// Smallest age floor that garbage collection of this store runs with. A save that takes longer than half of this
     /// time is refused, because garbage collection could take its casks for leftovers.
     pub age_floor: Duration,
@@ -166,6 +168,7 @@ impl Default for WriterOptions {
             alignment_exponent: 6,
             existing_step: ExistingStep::default(),
             id: None,
+            claim: Claim::default(),
             age_floor: DEFAULT_AGE_FLOOR,
         }
     }
@@ -196,6 +199,18 @@ pub enum BaseKeeping {
     Disk(std::path::PathBuf),
     /// Not kept. Chunks of the base are read back from the store, one window at a time.
     None,
+}
+
+/// How a writer claims a store, which has one writer at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Claim {
+    /// For a job that goes on saving. It takes the store over from any other writer, so a job that starts again needs no permission.
+    #[default]
+    Job,
+    /// For one save by hand. Refused with `Conflict` if the last writer is a job.
+    Once,
+    /// For one save by hand that takes the store over from a job: the next save of that job fails with `Fenced`.
+    OnceTakingOver,
 }
 
 /// A saved snapshot.

@@ -5,14 +5,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::common::{SmallState, wrap};
+use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
-use tensorcask::wire::{Digest, Event, Id, LogEntry, Receipt};
+use tensorcask::wire::{Digest, Event, Id, Job, LogEntry, Receipt};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, Rank, SaveTimes,
-    Slice, SnapshotInfo, Store, StoreOptions, TensorView, Writer, WriterOptions,
+    BaseKeeping, Blob, Claim, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, Rank,
+    SaveTimes, Slice, SnapshotInfo, Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
@@ -194,6 +195,58 @@ async fn an_old_writer_loses_to_its_replacement_and_says_so() {
     assert_eq!(store.snapshot(Latest).await.unwrap().step(), 80, "the newest by commit, not the highest step");
     assert!(store.snapshot(101).await.is_err());
     assert_clean(&store).await;
+}
+
+/// A job on another host; nothing is known of its process.
+async fn saved_by_a_job_elsewhere() -> (Store, Arc<InMemory>) {
+    let memory = Arc::new(InMemory::new());
+    let store = wrap(memory.clone());
+    save(&mut store.writer(Policy::Full).await.unwrap(), 7).await.unwrap();
+    // The last entry may be changed, because no other follows it.
+    let mut last = store.history().entries().await.unwrap().pop().unwrap();
+    last.job = Some(Job { host: "node7".to_owned(), process: 4711 });
+    let path = Path::from(LogEntry::path_of(last.sequence));
+    memory.put(&path, last.encode().unwrap().0.into()).await.unwrap();
+    (wrap(memory.clone()), memory)
+}
+
+#[tokio::test]
+async fn a_save_by_hand_ends_no_job_unless_it_is_told_to() {
+    let (store, _) = saved_by_a_job_elsewhere().await;
+    let by = |claim| WriterOptions { claim, ..WriterOptions::default() };
+    let error = store.writer_with(by(Claim::Once)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    for part in ["process 4711 on host node7 saved step 7", "--take-over", "Nothing was written"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    assert_eq!(store.history().entries().await.unwrap().len(), 2, "not even an entry");
+    save(&mut store.writer_with(by(Claim::OnceTakingOver)).await.unwrap(), 8).await.unwrap();
+    save(&mut store.writer_with(by(Claim::Once)).await.unwrap(), 9).await.unwrap();
+    assert_holds(&store, 9).await;
+    // A job that starts again needs no permission.
+    let mut job = store.writer(Policy::Full).await.unwrap();
+    save(&mut job, 10).await.unwrap();
+    assert_eq!(store.writer_with(by(Claim::Once)).await.unwrap_err().kind(), ErrorKind::Conflict, "this process is a job");
+    save(&mut job, 11).await.unwrap();
+    assert_clean(&store).await;
+}
+
+#[tokio::test]
+async fn a_copy_ends_no_job_unless_it_is_told_to() {
+    let source = Store::open("memory://copied-to-a-job").unwrap();
+    save(&mut source.writer(Policy::Full).await.unwrap(), 1).await.unwrap();
+    let destination = wrap(Arc::new(InMemory::new()));
+    let copy = |take_over| maintain::CopyOptions { take_over, ..maintain::CopyOptions::default() };
+    maintain::copy(&source, &destination, &copy(false)).await.unwrap();
+    save(&mut destination.writer_with(WriterOptions { claim: Claim::Once, ..WriterOptions::default() }).await.unwrap(), 2).await.unwrap();
+    let mut job = destination.writer(Policy::Full).await.unwrap();
+    save(&mut job, 3).await.unwrap();
+    let error = maintain::copy(&source, &destination, &copy(false)).await.unwrap_err();
+    assert_eq!((error.kind(), error.message().contains("saved step 3")), (ErrorKind::Conflict, true), "{error}");
+    save(&mut job, 4).await.unwrap();
+    save(&mut source.writer(Policy::Full).await.unwrap(), 5).await.unwrap();
+    assert_eq!(maintain::copy(&source, &destination, &copy(true)).await.unwrap().snapshots, 1);
+    assert_eq!(save(&mut job, 6).await.unwrap_err().kind(), ErrorKind::Fenced);
 }
 
 /// The old writer is past its check and about to commit when the new writer opens.

@@ -178,7 +178,7 @@ async fn readers_of_a_step_that_is_compacted_go_on() {
     }
 }
 
-/// The source frees a step while it is being copied: the copy goes on without it.
+/// The source frees a step while it is being copied: the copy looks at the source again.
 #[tokio::test]
 async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
     let memory = Arc::new(InMemory::new());
@@ -203,8 +203,7 @@ async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
     });
     let (source, destination) = (wrap(Arc::new(raced)), wrap(Arc::new(InMemory::new())));
     let report = maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
-    assert_eq!(report.snapshots, 0, "all three were given up: {report:?}");
-    assert_eq!(maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap().snapshots, 1);
+    assert_eq!(report.snapshots, 1, "the other three were given up: {report:?}");
     assert_eq!(whole_steps(&destination).await, [6]);
 }
 

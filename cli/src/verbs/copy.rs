@@ -31,6 +31,9 @@ pub(crate) struct Args {
     /// Copy part i of n of the casks, with i from 0, and commit nothing
     #[arg(long, value_name = "I/N", value_parser = parse::part)]
     shard: Option<(u64, u64)>,
+    /// Take the destination over from a job that saves to it: the next save of that job fails with `fenced`
+    #[arg(long)]
+    take_over: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -50,7 +53,11 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let progress = Progress::start(&source, "copying");
     progress.expect(|| stored_bytes(&source, &args.steps));
     let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());
-    let copied = maintain::copy(&source, &destination, &CopyOptions { steps, shard: args.shard, ..CopyOptions::default() })?;
+    let copied = maintain::copy(
+        &source,
+        &destination,
+        &CopyOptions { steps, shard: args.shard, take_over: args.take_over, ..CopyOptions::default() },
+    )?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(

@@ -10,8 +10,8 @@ use tensorcask::blocking::Store;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
-    BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, RoleRules, SavedSnapshot,
-    WriterOptions,
+    BaseKeeping, Blob, Claim, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, RoleRules,
+    SavedSnapshot, WriterOptions,
 };
 
 use crate::decision::DecisionJson;
@@ -25,7 +25,7 @@ use crate::text::{Text, human_bytes, human_ratio, ratio};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "All files together are one state; a tensor name in two files is an error. `save` creates the store if it does not exist, but
-not the bucket. It takes the store over: if a job is writing to this store, its next save fails with `fenced`.
+not the bucket. If a job saves to this store, `save` is refused: it would end that job.
 
 `stored` is the size of the encoded tensors and blobs, in parentheses with directory, manifest and log entry (`stored_bytes`
 and `written_bytes` in JSON). `rounding` is `none (lossless)` unless --precision rounds tensors.
@@ -77,6 +77,9 @@ pub(crate) struct Args {
     /// Replace an existing step with other content; without this option that is an error
     #[arg(long)]
     replace: bool,
+    /// Take the store over from a job that saves to it: the next save of that job fails with `fenced`
+    #[arg(long)]
+    take_over: bool,
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
@@ -184,6 +187,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         check: args.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
         frozen: args.frozen,
         recall: true,
+        claim: if args.take_over { Claim::OnceTakingOver } else { Claim::Once },
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;

@@ -1,6 +1,8 @@
 //! Retention, compaction, garbage collection, copies and repair.
 
 use serde_json::{Value, json};
+use tensorcask::blocking::Store;
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, TensorView};
 
 use crate::place::{Place, conforms, content, one_object, stderr, stdout, training_file};
 
@@ -16,6 +18,27 @@ fn pinned_steps_are_not_forgotten() {
     assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
     place.json("restore @run -o @out");
     assert_eq!(content(&place.path("out")), content(&training_file(1010)), "its base stays");
+}
+
+/// This process is the job.
+#[test]
+fn a_save_by_hand_ends_no_running_job() {
+    let place = Place::with_training();
+    let store = Store::open(place.path("run").to_str().unwrap()).unwrap();
+    let mut job = store.writer(Policy::Full).unwrap();
+    let input = training_file(1000);
+    let save = format!("save @run --step 2000 {}", input.display());
+    place.json(&format!("save @other --step 1 {}", input.display()));
+    let (code, error) = place.error(&save);
+    assert_eq!((code, &error["kind"]), (11, &json!("conflict")), "{error}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(&format!("process {} on host", std::process::id())) && message.contains("--take-over"), "{message}");
+    assert_eq!(place.error("copy @run @run").0, 11);
+    let state = [TensorView::new("w", Dtype::U8, &[1], &[7]).unwrap()];
+    job.save(1500, &state, &[], &Metadata::default()).unwrap();
+    place.json(&format!("{save} --take-over"));
+    assert_eq!(job.save(1501, &state, &[], &Metadata::default()).unwrap_err().kind(), ErrorKind::Fenced);
+    assert!(stdout(&place.run("log @run")).contains(&format!("by process {} on", std::process::id())));
 }
 
 #[test]

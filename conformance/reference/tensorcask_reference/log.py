@@ -27,8 +27,10 @@ from .sealed import (
 ENTRY_NAME = re.compile(r"[0-9]{20}\.json")
 STORE: Fields = COMMON | {"run": is_id}
 ENTRY: Fields = COMMON | {
-    "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "time_ms": is_number, "event": is_object,
+    "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "job": or_null(is_object), "time_ms": is_number,
+    "event": is_object,
 }
+JOB: Fields = {"host": is_text, "process": is_number}
 LEADER: Fields = {"session": is_id, "after": is_number, "attempt": is_number, "term": is_number, "above": or_null(is_number)}
 LEADERSHIP: Fields = {
     "leader": is_object, "writer": is_id, "attempts": lambda value: isinstance(value, list), "newest": lambda value: value is None or is_number(value),
@@ -195,6 +197,8 @@ def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
     end = end_of_seal(data)
     entry, digest = unseal(data[:end], "tensorcask-log")
     check_fields(entry, ENTRY, "an entry")
+    if entry["job"] is not None:
+        check_fields(entry["job"], JOB, "a job")
     kind = entry["event"].get("kind")
     if not is_text(kind):
         raise corrupt("log 1.3", "kind of an event")

@@ -186,6 +186,15 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let mut store = base_and_delta()?;
     store.append_with(
         json!({ "kind": "opened" }),
+        |_| {},
+        |json| json.replacen('{', "{\"job\":{\"host\":\"node7\",\"process\":4711},", 1),
+    )?;
+    store.append_with(json!({ "kind": "opened" }), |_| {}, |json| json.replacen('{', "{\"job\":null,", 1))?;
+    accept("log/job", "log 3.8", "an entry of a job, and one that says that there is none", store);
+
+    let mut store = base_and_delta()?;
+    store.append_with(
+        json!({ "kind": "opened" }),
         |entry| {
             entry.version = "1.3".into();
             entry.may_ignore = vec!["example".into()];
