@@ -18,8 +18,8 @@ pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::classes::{self, Base, Clauses};
-use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
+use super::classes::{self, Base, Clauses, TokenClasses};
+use super::residual::{self, COLUMNS_OF_MOMENT};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, MomentRule, Need, Ordered, no_gradients, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;

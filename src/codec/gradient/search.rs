@@ -18,7 +18,7 @@
 use std::ops::Range;
 
 use super::super::adam::{candidates, glance, second_beta};
-use super::super::residual::ONE_CLASS_PERCENT;
+use super::super::classes::ONE_CLASS_PERCENT;
 use super::{Squared, shorten};
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;

@@ -19,8 +19,9 @@ mod search;
 
 use std::sync::{Mutex, PoisonError};
 
+use super::classes::TokenClasses;
 use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, Need, Ordered, Partner, no_gradients, sample};
 use crate::kernels::floats::{narrow_to, widen};
 use crate::kernels::gradient::Second;

@@ -19,7 +19,8 @@ pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
+use super::classes::TokenClasses;
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
 use crate::spare::Spare;
