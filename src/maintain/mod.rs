@@ -26,7 +26,7 @@
 //! | `compact`, `reduce`, `consolidate` | new casks for a snapshot: folded chain, fewer roles, no shards |
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `retainer` | forgets and reduces steps, after each save or once |
-//! | `copy`, `copier` | snapshots in another store |
+//! | `copy`, `copier`, `copy_plan` | snapshots in another store |
 //! | `cask_check`, `cask_copy` | checks the bytes of one cask; copies one cask |
 //! | `mirror`, `replica`, `refill` | a part of a store's objects in the memory of one host; a checked copy of it on another; the way back |
 //! | `held` | snapshots that a part of a store holds completely |
@@ -42,6 +42,7 @@ mod compact;
 mod consolidate;
 mod copier;
 mod copy;
+mod copy_plan;
 mod doctor;
 mod gc;
 mod held;
@@ -57,10 +58,11 @@ mod rewrite;
 mod verify;
 
 pub use advise::{Advice, Origin, RunTimes, TimeEstimate, TimeOverrides, advise, measure, measured_restore};
-pub use compact::{CompactOptions, Compacted, compact};
+pub use compact::{Compacted, compact};
 pub use consolidate::consolidate;
 pub use copier::Copier;
-pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
+pub use copy::{copy, create_for_run_of};
+pub use copy_plan::{CopyOptions, CopyReport};
 pub use doctor::{DoctorOptions, DoctorReport, doctor, is_interrupted_write};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use held::held_steps;
@@ -70,6 +72,7 @@ pub use reduce::{Reduced, keep_roles};
 pub use refill::{Refill, WantedCask};
 pub use replica::{Replica, ReplicaReport};
 pub use retainer::{Retainer, RetentionReport, apply_retention, retain_roles};
+pub use rewrite::CompactOptions;
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
 
 pub use crate::store::ProbeReport;
