@@ -55,7 +55,8 @@ impl LocalRoot {
     }
 }
 
-pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
+/// Creates the client of a local folder.
+pub(super) fn local_objects(folder: &Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
     let name = || folder.display().to_string();
     let resolved = folder.canonicalize().map_err(|e| Error::io(name(), e))?;
     check_is_text(&resolved).map_err(|e| e.object(name()))?;
@@ -64,7 +65,7 @@ pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc
 }
 
 /// Refuses a folder that cannot be named as text: `object_store` panics on such a name.
-pub(super) fn check_is_text(folder: &std::path::Path) -> Result<()> {
+pub(super) fn check_is_text(folder: &Path) -> Result<()> {
     match folder.to_str() {
         Some(_) => Ok(()),
         None => Err(Error::invalid(format!(

@@ -1,4 +1,4 @@
-//! Writer's end of an object that also goes to a second store.
+//! Passes the bytes of an object to a second store, as long as that store keeps up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
