@@ -43,7 +43,7 @@ impl Log {
 
     /// Reads what others have committed, until the storage lists no later entry.
     #[boxed]
-    pub(super) async fn read_to_end(&mut self) -> Result<()> {
+    pub(crate) async fn read_to_end(&mut self) -> Result<()> {
         let mut waits = STALE_WAITS.into_iter();
         for _ in 0..MAX_LOOKS {
             let later = StoredEntries::new(self).listed().await?.split_off(&self.state.next_sequence()?);

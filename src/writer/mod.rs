@@ -11,7 +11,7 @@
 //! | `options`, `saved` | options of a writer; metadata and result of a save |
 //! | `open` | opens a store for writing |
 //! | `save` | one save of a whole state: base or delta, attempts |
-//! | `ranks`, `host_writer`, `leader_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
+//! | `ranks`, `receipts` | one save of many ranks: upload by each, one commit |
 //! | `layout` | names, shards, ties and slots of a state |
 //! | `numbered` | weights of the parameters that an optimizer numbers |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
@@ -29,7 +29,8 @@
 //! | `commit` | directory, manifest, log entry |
 //!
 //! Invariants: nothing exists for readers before the log entry is created. A failed save leaves the store as it was.
-//! Maintenance uses `cask_writer`, `schedule`, `unit` and `commit`, never the other way round.
+//! Maintenance uses `cask_writer`, `schedule`, `unit` and `commit`, and sessions use `ranks`, `parent` and `open`, never the other
+//! way round.
 
 mod adapt;
 mod base_cache;
@@ -41,10 +42,8 @@ mod commit;
 mod estimate;
 mod finite;
 mod forecast;
-mod host_writer;
 mod input;
 mod layout;
-mod leader_writer;
 mod merged;
 mod numbered;
 mod open;
@@ -75,13 +74,14 @@ pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
 pub use finite::FiniteCheck;
 pub(crate) use finite::NonFinite;
-pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
-pub use leader_writer::LeaderWriter;
+pub(crate) use open::open_as;
 pub use options::{BaseKeeping, ExistingStep, WriterOptions};
 pub use pace::ObjectiveReport;
+pub(crate) use parent::Parent;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
+pub(crate) use ranks::{RankPart, Unreadable, decide_for_ranks, open_parent, parts_are_refused};
 use saved::check_user;
 pub use saved::{Metadata, SavedSnapshot};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, Window, schedule};

@@ -17,14 +17,14 @@ impl Store {
 
     /// Opens the store for writing with the given options.
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
-        open(self, options, None, None).await
+        open_as(self, options, None, None).await
     }
 }
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
 /// writers. `known`: the log that a session began with which did not reach the store.
 #[boxed]
-pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
+pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
     options.codecs.check(store.registry())?;
     let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
