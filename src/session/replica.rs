@@ -1,6 +1,6 @@
 //! A replica: a copy of the part of a mirror that only one host has, in the memory of another host.
 //!
-//! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`]. A replica
+//! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`](super::Mirror). A replica
 //! has the complete steps of one such mirror, as far as there is room, and the casks of its ranks in the chains of the newest
 //! committed snapshot and of the parents of these steps. Log, manifests and directories are in every mirror, so a replica has none.
 //!

@@ -36,16 +36,17 @@ pub struct WriterOptions {
     pub statistics: bool,
     /// How to treat a state whose parameters or moments hold NaN or infinities. Not checked by default.
     pub check: FiniteCheck,
-    /// Steps to keep: after each commit, the writer forgets the others as [`Store::retain`] does. If forgetting fails, the writer
-    /// warns, the snapshot stays saved, and the next save tries again. By default all steps are kept. The writer does not
-    /// reduce steps of `keep_weights_every`; [`maintain::apply_retention`](crate::maintain::apply_retention()) does.
+    /// Steps to keep: after each commit, the writer forgets the others as [`Store::retain`](crate::Store::retain) does. If
+    /// forgetting fails, the writer warns, the snapshot stays saved, and the next save tries again. By default all steps are
+    /// kept. The writer does not reduce steps of `keep_weights_every`; [`maintain::apply_retention`](crate::maintain::apply_retention()) does.
     pub retention: Option<Retention>,
-    /// Patterns of names of parameters that are not trained, as for [`NamePatterns`]. [`SavedSnapshot::unchanged`] does
-    /// not name them.
+    /// Patterns of names of parameters that are not trained, as for [`NamePatterns`](crate::NamePatterns).
+    /// [`SavedSnapshot::unchanged`](crate::SavedSnapshot::unchanged) does not name them.
     pub frozen: Vec<String>,
     /// Whether the first save of this writer is compared with the two newest stored snapshots before it, for
-    /// [`SavedSnapshot::unchanged`]. For programs that save once. Reads the indexes of these snapshots, unless their
-    /// chains have more than 16 links. Off by default: then a writer remembers its own saves only.
+    /// [`SavedSnapshot::unchanged`](crate::SavedSnapshot::unchanged). For programs that save once. Reads the
+    /// indexes of these snapshots, unless their chains have more than 16 links. Off by default: then a writer remembers its own
+    /// saves only.
     pub recall: bool,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,

@@ -41,8 +41,8 @@ pub struct SavedSnapshot {
     pub chunks: BTreeMap<String, u64>,
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`]; `None` without a check and
-    /// without statistics.
+    /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`](crate::FiniteCheck); `None` without a
+    /// check and without statistics.
     pub finite: Option<bool>,
     /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a
     /// moment in the state is trained. In a state without moments, these are all parameters, or none. A coordinator
