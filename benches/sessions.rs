@@ -10,11 +10,9 @@ use std::time::Instant;
 use common::{Arguments, Table, fail, report};
 use object_store::local::LocalFileSystem;
 use serde_json::{Value, json};
+use tensorcask::session::{HostWriter, LeaderWriter, RankState, SessionExchange, SessionLog};
 use tensorcask::wire::{Id, Leader, SessionStep};
-use tensorcask::{
-    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, Rect, SessionExchange, SessionLog, Store, StoreOptions, TensorView,
-    WriterOptions,
-};
+use tensorcask::{Dtype, Metadata, Policy, Rect, Store, StoreOptions, TensorView, WriterOptions};
 
 const RANKS_PER_HOST: u32 = 8;
 const HOSTS: [u32; 4] = [1, 8, 64, 1250];

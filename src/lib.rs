@@ -80,6 +80,9 @@ mod writer;
 // Maintenance.
 pub mod maintain;
 
+// Sessions of many hosts.
+pub mod session;
+
 // Import, export and the blocking API.
 pub mod interchange;
 
@@ -114,11 +117,7 @@ pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use byte_size::human_bytes;
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
-pub use commit::{
-    AttemptStart, ContinuedSession, Free, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,
-    RankOffer, RankSet, ReceiptProof, Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
-    receipt_proof_path,
-};
+pub use commit::{Free, History, Retained, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
@@ -136,6 +135,6 @@ pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, RoleR
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, fact_of, is_writers_blob};
 pub use writer::{
-    BaseKeeping, Claim, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
-    SavedSnapshot, UnchangedTensor, Writer, WriterOptions,
+    BaseKeeping, Claim, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Rank, RankWriter, SavedSnapshot, UnchangedTensor, Writer,
+    WriterOptions,
 };

@@ -15,7 +15,8 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use tensorcask::codec::{CodecRules, ObjectiveSetting};
-use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, RankOffer, Rect, RoleRules, StepSelector, TensorView};
+use tensorcask::session::RankOffer;
+use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, RoleRules, StepSelector, TensorView};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls, Peers, Source,
     Until, agent_status, run_agent, stop_agent,

@@ -26,6 +26,23 @@ pub(super) struct Clauses {
     pub planes: &'static str,
 }
 
+/// Share of exact predictions, in percent, from which one class of tokens does as well as many.
+pub(super) const ONE_CLASS_PERCENT: usize = 90;
+
+/// Classes of the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TokenClasses {
+    ByExponent,
+    One,
+}
+
+impl TokenClasses {
+    /// Classes for predictions of which this percentage is exact.
+    pub(super) fn of(exact_percent: usize) -> Self {
+        if exact_percent >= ONE_CLASS_PERCENT { Self::One } else { Self::ByExponent }
+    }
+}
+
 /// Returns the last exponent of each class but the last. Adjacent exponents are merged, rarest first.
 fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
     let mut groups: Vec<(u8, u64)> =

@@ -12,8 +12,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use super::classes::TokenClasses;
 use super::replay::search::{Known, Match};
-use super::residual::{self, COLUMNS_OF_STEP, TokenClasses};
+use super::residual::{self, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, adam, sample};
 use crate::kernels::descent::{self as kernel, Direction, Step, Update};
 use crate::kernels::floats::floats;

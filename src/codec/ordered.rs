@@ -8,8 +8,7 @@
 //! Source: ours: an update moves a weight by a number of ulps that depends on the weight's exponent, so tokens of
 //!         similar exponents share a code
 
-use super::classes::{self, Base, Clauses};
-use super::residual::TokenClasses;
+use super::classes::{self, Base, Clauses, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::bytes;

@@ -1,6 +1,7 @@
 //! Residuals: a column that says how to predict the elements, then the columns of `tc.ordered` with the predictions as
 //! base. `tc.predict`, `tc.replay` and `tc.gradient` store their chunks so.
 
+use super::classes::TokenClasses;
 use super::{Chunk, Codec, Encoded, Ordered, are_columns, sample};
 use crate::{Dtype, Error, Result};
 
@@ -8,23 +9,6 @@ use crate::{Dtype, Error, Result};
 pub(super) const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
 /// Columns of a second moment.
 pub(super) const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
-
-/// Share of exact predictions, in percent, from which one class of tokens does as well as many.
-pub(super) const ONE_CLASS_PERCENT: usize = 90;
-
-/// Classes of the tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum TokenClasses {
-    ByExponent,
-    One,
-}
-
-impl TokenClasses {
-    /// Classes for predictions of which this percentage is exact.
-    pub(super) fn of(exact_percent: usize) -> Self {
-        if exact_percent >= ONE_CLASS_PERCENT { Self::One } else { Self::ByExponent }
-    }
-}
 
 /// Checks that columns are `step`, `tokens`, `bits` (a master) or `moment`, `tokens`, `bits` (a second moment).
 pub(super) fn check_columns(names: &[&str]) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Age of the objects of an unfinished commit, and of answers of the storage. Garbage collection must not delete those
 //! objects as unreferenced.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
 
@@ -58,4 +58,10 @@ impl Age {
     pub(crate) fn check_leftover(&self, floor: Duration, advice: &str) -> Result<()> {
         self.check(floor).map_err(|e| Error::new(e.kind(), format!("{}; {advice}", e.message())).clause(TOO_LATE).source(e))
     }
+}
+
+/// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.
+pub(crate) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |elapsed| elapsed.as_millis() as u64)
 }

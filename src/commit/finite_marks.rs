@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Decision, Log, Retention};
-use crate::Result;
-use crate::wire::{FINITE, Id};
+use crate::wire::Id;
 
 /// Marks of snapshots that were read so far.
 #[derive(Debug, Default)]
@@ -29,25 +27,14 @@ pub(super) enum LastGood {
 }
 
 impl FiniteMarks {
-    /// Decides what to forget. Reads manifests until it is known whether the kept snapshots are finite, newest first.
-    pub(crate) async fn decide(&mut self, log: &mut Log, retention: Retention) -> Result<Decision> {
-        loop {
-            let decision = retention.decide(log.state(), self)?;
-            if decision.unknown.is_empty() {
-                return Ok(decision);
-            }
-            // Nothing is known of snapshots whose manifests are damaged.
-            let _damaged = log.summarise(Some(&decision.unknown)).await?;
-            for id in decision.unknown {
-                let summary = log.state().by_id(id).and_then(|record| record.summary.as_ref());
-                let mark = match summary.and_then(|summary| summary.user.get(FINITE)?.as_bool()) {
-                    Some(true) => FiniteMark::Finite,
-                    Some(false) => FiniteMark::NotFinite,
-                    None => FiniteMark::Unchecked,
-                };
-                self.0.insert(id, mark);
-            }
-        }
+    /// Notes what the manifest of a snapshot says: finite, not finite, or nothing.
+    pub(super) fn note(&mut self, id: Id, is_finite: Option<bool>) {
+        let mark = match is_finite {
+            Some(true) => FiniteMark::Finite,
+            Some(false) => FiniteMark::NotFinite,
+            None => FiniteMark::Unchecked,
+        };
+        self.0.insert(id, mark);
     }
 
     /// Finds the last finite snapshot among whole snapshots: ids, and whether each is kept, newest first.

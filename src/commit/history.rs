@@ -3,7 +3,7 @@
 use futures::{StreamExt, TryStreamExt};
 
 use super::log::Damaged;
-use super::retention::forget_by_id;
+use super::retention::{decide_retention, forget_by_id};
 use super::{
     Catalog, FiniteMarks, LogState, Retained, Retention, SnapshotRecord, check_log_ends, load_complete_log, load_log, store_file_of,
 };
@@ -112,7 +112,7 @@ impl History<'_> {
     /// Returns what [`Store::retain`] would do, and does nothing.
     pub async fn unwanted(&self, retention: Retention) -> Result<Retained> {
         let mut log = load_complete_log(self.store).await?;
-        let decision = FiniteMarks::default().decide(&mut log, retention).await?;
+        let decision = decide_retention(&mut log, retention, &mut FiniteMarks::default()).await?;
         Ok(Retained { forgotten: decision.forget, kept_finite: decision.kept_finite })
     }
 

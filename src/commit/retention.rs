@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Decision, FiniteMarks, Log, LogState, Retention, SnapshotRecord, SnapshotStatus, load_complete_log, load_log};
-use crate::wire::{Event, Id};
+use crate::wire::{Event, FINITE, Id};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 impl Store {
@@ -80,7 +80,7 @@ pub(crate) async fn forget_unwanted(
     let writer = Id::random()?;
     let mut forgotten: Vec<Id> = Vec::new();
     let Decision { reduce, kept_finite, .. } = loop {
-        let decision = marks.decide(log, retention).await?;
+        let decision = decide_retention(log, retention, marks).await?;
         if decision.forget.is_empty() {
             break decision;
         }
@@ -112,6 +112,22 @@ pub(crate) async fn forget_unwanted(
     }
     let forgotten = forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect();
     Ok((Retained { forgotten, kept_finite }, reduce))
+}
+
+/// Decides what a retention forgets. Reads manifests until it is known whether the kept snapshots are finite, newest first.
+pub(crate) async fn decide_retention(log: &mut Log, retention: Retention, marks: &mut FiniteMarks) -> Result<Decision> {
+    loop {
+        let decision = retention.decide(log.state(), marks)?;
+        if decision.unknown.is_empty() {
+            return Ok(decision);
+        }
+        // Nothing is known of snapshots whose manifests are damaged.
+        let _damaged = log.summarise(Some(&decision.unknown)).await?;
+        for id in decision.unknown {
+            let summary = log.state().by_id(id).and_then(|record| record.summary.as_ref());
+            marks.note(id, summary.and_then(|summary| summary.user.get(FINITE)?.as_bool()));
+        }
+    }
 }
 
 /// Result of [`Store::retain`].

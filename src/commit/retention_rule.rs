@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{FiniteMarks, LastGood, LogState, SnapshotRecord};
+use super::finite_marks::{FiniteMarks, LastGood};
+use super::{LogState, SnapshotRecord};
 use crate::wire::Id;
 use crate::{Error, Result};
 

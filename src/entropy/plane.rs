@@ -2,8 +2,8 @@
 
 use super::histogram::{Histogram, count, entropy_bits};
 use super::huffman::{self, Lengths};
+use super::runs;
 use super::table::Input;
-use super::{raw, runs};
 use crate::kernels::{huffman as huffman_kernel, mask, split as split_kernel};
 use crate::spare::{self, MaybeSpare, Spare};
 use crate::{Error, Result};
@@ -21,6 +21,9 @@ const MAX_DEPTH: u8 = 8;
 /// Base-2 logarithm of the block length: the value of writers, and the range that readers accept.
 pub(super) const BLOCK_EXPONENT: u8 = 16;
 pub(super) const BLOCK_EXPONENTS: std::ops::RangeInclusive<u8> = 12..=20;
+
+/// Bytes before the symbols of a plane that is one raw block.
+pub(super) const RAW_HEADER: usize = 2;
 
 /// Greatest number of bytes that `symbols` symbols can take.
 pub(crate) fn max_encoded_bytes(symbols: u64) -> u64 {
@@ -370,7 +373,7 @@ pub(crate) struct PlaneReader<'a> {
 impl<'a> PlaneReader<'a> {
     /// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else.
     pub(crate) fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
-        let stored = raw::stored(code, symbols);
+        let stored = stored(code, symbols);
         let mut input = Input::new(if stored.is_some() { &[] } else { code });
         let mut block = 0;
         if symbols > 0 && stored.is_none() {
@@ -479,6 +482,12 @@ pub(crate) fn decode(code: &[u8], out: &mut [u8]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the symbols of a plane, if it is valid and consists of one raw block.
+pub(super) fn stored(code: &[u8], symbols: usize) -> Option<&[u8]> {
+    let (&[exponent, RAW], stored) = code.split_first_chunk::<RAW_HEADER>()? else { return None };
+    (BLOCK_EXPONENTS.contains(&exponent) && stored.len() == symbols && (1..=1 << exponent).contains(&symbols)).then_some(stored)
 }
 
 #[cfg(test)]

@@ -3,13 +3,10 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::plane::{BLOCK_EXPONENT, BLOCK_EXPONENTS, RAW, encode_blocks, is_noise};
+use super::plane::{BLOCK_EXPONENT, BLOCK_EXPONENTS, RAW, RAW_HEADER, encode_blocks, is_noise, stored};
 use super::{coded, decode};
 use crate::Result;
 use crate::spare::{self, MaybeSpare, Spare};
-
-/// Bytes before the symbols of a plane that is one raw block.
-const HEADER: usize = 2;
 
 /// A plane to encode: symbols for the caller to fill, with arbitrary content at first.
 #[derive(Debug)]
@@ -17,7 +14,7 @@ pub(crate) struct PlaneBuffer(Vec<u8>);
 
 impl PlaneBuffer {
     pub(crate) fn new(symbols: usize, what: &str) -> Result<Self> {
-        Ok(Self(spare::output_of(HEADER.saturating_add(symbols), what)?))
+        Ok(Self(spare::output_of(RAW_HEADER.saturating_add(symbols), what)?))
     }
 
     /// Encodes the plane as a column.
@@ -29,11 +26,11 @@ impl PlaneBuffer {
         }
         let exponent = BLOCK_EXPONENT.max(self.len().next_power_of_two().trailing_zeros() as u8);
         let Self(mut column) = self;
-        match (BLOCK_EXPONENTS.contains(&exponent), column.first_chunk_mut::<HEADER>()) {
+        match (BLOCK_EXPONENTS.contains(&exponent), column.first_chunk_mut::<RAW_HEADER>()) {
             (true, Some(header)) => *header = [exponent, RAW],
             // Too long for one block.
             _ => {
-                let symbols = column.split_off(HEADER.min(column.len()));
+                let symbols = column.split_off(RAW_HEADER.min(column.len()));
                 column.clear();
                 encode_blocks(&symbols, &mut column);
             }
@@ -46,13 +43,13 @@ impl Deref for PlaneBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.0.get(HEADER..).unwrap_or_default()
+        self.0.get(RAW_HEADER..).unwrap_or_default()
     }
 }
 
 impl DerefMut for PlaneBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.0.get_mut(HEADER..).unwrap_or_default()
+        self.0.get_mut(RAW_HEADER..).unwrap_or_default()
     }
 }
 
@@ -66,15 +63,9 @@ pub(crate) fn read_plane<'a>(code: &'a [u8], symbols: usize, what: &str) -> Resu
     Ok(MaybeSpare::Own(plane))
 }
 
-/// Returns the symbols of a plane, if it is valid and consists of one raw block.
-pub(super) fn stored(code: &[u8], symbols: usize) -> Option<&[u8]> {
-    let (&[exponent, RAW], stored) = code.split_first_chunk::<HEADER>()? else { return None };
-    (BLOCK_EXPONENTS.contains(&exponent) && stored.len() == symbols && (1..=1 << exponent).contains(&symbols)).then_some(stored)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{HEADER, PlaneBuffer, decode, read_plane};
+    use super::{PlaneBuffer, RAW_HEADER, decode, read_plane};
     use crate::entropy::max_encoded_bytes;
     use crate::spare::MaybeSpare;
 
@@ -113,7 +104,7 @@ mod tests {
         let plane = plane_of(&noise(1, 200_000));
         let place = plane.as_ptr();
         let code = plane.encode();
-        assert_eq!(code[HEADER..].as_ptr(), place);
+        assert_eq!(code[RAW_HEADER..].as_ptr(), place);
         assert!(matches!(read_plane(&code, 200_000, "a test"), Ok(MaybeSpare::Borrowed(symbols)) if symbols.as_ptr() == place));
     }
 

@@ -3,7 +3,7 @@
 //! Most of a chunk's statistics follow from the number of times that each of the 256 elements occurs. Only the sums and
 //! the sample depend on the order of the elements.
 
-use super::statistics::{ChangeStatistics, LANES, SAMPLE, ValueStatistics, range_of, total};
+use super::statistics::measures::{ChangeStatistics, LANES, SAMPLE, ValueStatistics, range_of, total};
 use crate::Dtype;
 
 /// All elements of an 8-bit float type.

@@ -4,6 +4,9 @@
 /// Environment variable that names the best level to use, for measurements: `scalar`, `avx2` or `avx512`.
 const SWITCH: &str = "TENSORCASK_KERNELS";
 
+/// Size of the largest vectors in bytes.
+const VECTOR_BYTES: usize = 64;
+
 /// Instruction set of the processor, detected once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {

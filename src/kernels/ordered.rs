@@ -7,7 +7,8 @@ mod lanes;
 
 use super::Level;
 use super::bits::{BitAppender, BitReader};
-use lanes::{Unit, narrow, wide};
+pub(crate) use lanes::extra_bits;
+use lanes::{LITERALS, Unit, narrow, wide};
 
 /// Position of the exponent in a float.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,14 +21,6 @@ pub(crate) struct Exponent {
 
 /// Greatest number of classes.
 pub(crate) const MAX_CLASSES: usize = 16;
-/// Zigzag differences below this value are tokens themselves.
-const LITERALS: u32 = 16;
-
-/// Returns the number of extra bits of a token.
-#[inline(always)]
-pub(crate) fn extra_bits(token: u8) -> u32 {
-    u32::from((token >> 3).max(1).wrapping_sub(1))
-}
 
 /// Returns the greatest token of units of `width` bytes.
 pub(crate) fn max_token(width: usize) -> u8 {

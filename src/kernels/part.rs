@@ -4,8 +4,8 @@
 //! compress is ten times slower on some processors. The other forms take a symbol of each of [`RUNS`] runs in turn, so
 //! that no symbol waits for the position that the symbol before it, often of the same class, has just advanced.
 
-use super::Level;
 use super::ordered::MAX_CLASSES;
+use super::{Level, VECTOR_BYTES};
 use crate::spare::Spare;
 
 /// Symbols grouped by class. Room between the classes allows stores of whole vectors.
@@ -21,9 +21,6 @@ pub(crate) struct Parted {
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only the forms for vectors ask for it"))]
     class_count: usize,
 }
-
-/// Size of a vector in bytes.
-const VECTOR: usize = 64;
 
 /// Number of runs. The last may be longer than the others.
 const RUNS: usize = 4;
@@ -94,7 +91,7 @@ impl Parted {
             }
             at += of_rest[class];
             counts[class] = at - first;
-            at += VECTOR;
+            at += VECTOR_BYTES;
         }
         let symbols = Spare::new(at, "symbols by class").ok()?;
         let all_counted = counts.iter().sum::<usize>() == classes.len();

@@ -13,7 +13,7 @@ use crate::wire::CaskRef;
 use crate::{Error, Limits, Result, Store, boxed};
 
 /// Listing of an object, if the store has it with this size.
-pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
+pub(crate) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
     Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
 }
 
@@ -68,7 +68,7 @@ pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &C
 
 /// Reason why [`copy_checked_cask`] failed.
 #[derive(Debug)]
-pub(super) enum CopyFailure {
+pub(crate) enum CopyFailure {
     /// The source cannot be read, or is damaged.
     Source(Error),
     /// The destination cannot be written.
@@ -78,7 +78,7 @@ pub(super) enum CopyFailure {
 /// Copies a cask of a base or a delta, and checks every byte before it is sent. The destination then has exactly the bytes that
 /// were checked; if the copy fails, it is as before.
 #[boxed]
-pub(super) async fn copy_checked_cask(
+pub(crate) async fn copy_checked_cask(
     source: &CaskSource,
     destination: &Store,
     cask: &CaskRef,

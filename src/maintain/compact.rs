@@ -7,44 +7,15 @@
 //! Invariants: the content digests are checked before the chain is folded. Nothing is committed if the snapshot changed
 //! meanwhile.
 
-use std::time::Duration;
-
-use super::rewrite::Rewriter;
+use super::rewrite::{CompactOptions, Rewriter};
 use crate::chain::Link;
-use crate::codec::Objective;
 use crate::commit::{
-    Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file,
-    refuse_features,
+    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file, refuse_features,
 };
-use crate::container::CaskEncoder;
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
 use crate::{Error, ErrorKind, Result, StepSelector, Store};
-
-/// Options of a compaction.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CompactOptions {
-    /// Weights by which codecs are chosen: size, speed, precision.
-    pub objective: Objective,
-    /// Whether each chunk is decoded again before it is uploaded.
-    pub verify_after_encode: bool,
-    /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
-    pub alignment_exponent: u8,
-    /// Age floor of garbage collection: see [`WriterOptions::age_floor`](crate::WriterOptions::age_floor).
-    pub age_floor: Duration,
-}
-
-impl Default for CompactOptions {
-    fn default() -> Self {
-        Self {
-            objective: Objective::SMALLEST,
-            verify_after_encode: true,
-            alignment_exponent: CaskEncoder::DEFAULT_ALIGNMENT_EXPONENT,
-            age_floor: DEFAULT_AGE_FLOOR,
-        }
-    }
-}
 
 /// Result of a compaction.
 #[derive(Debug, Clone, PartialEq)]

@@ -14,18 +14,17 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::cask_copy::{copy_cask, create_fresh, fresh_since, present};
-use super::copy::{open_destination, snapshots_to_copy};
+use super::copy_plan::{CopyOptions, CopyPlan, CopyReport, check_links, lost_link, snapshots_to_copy};
 use super::verify::verify_cask;
-use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
 use crate::commit::{
-    Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest,
-    read_manifest_bytes, refuse_features,
+    Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, check_root, has_store, load_log, read_inline, read_manifest,
+    read_manifest_bytes, read_store_file, refuse_features, store_file_of, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
-use crate::store::{AheadUploads, saves_inline};
-use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Job, Manifest};
+use crate::store::{AheadUploads, Created, probe, saves_inline};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Job, Manifest, STORE_FILE};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Copies the snapshots of a run into a destination as they come. Writes there as one writer with an id.
@@ -368,99 +367,6 @@ impl Copier {
     }
 }
 
-/// The first link of a snapshot's chain that the destination has lost, or a part that the snapshot needs: it was collected there,
-/// or reduced to fewer roles than at the source.
-fn lost_link<'s>(record: &SnapshotRecord, source: &LogState, there: &'s LogState) -> Option<&'s SnapshotRecord> {
-    let mut next = record.parent;
-    // A parent is committed before what needs it, in the log and in a catalog, so the chain ends.
-    while let Some(id) = next {
-        let ours = source.by_id(id);
-        let Some(link) = there.by_id(id) else {
-            // It will be copied as the source has it.
-            next = ours?.parent;
-            continue;
-        };
-        let is_reduced = ours.is_some_and(|ours| lacks_roles(link, [record, ours]));
-        if link.status == SnapshotStatus::Collected || is_reduced {
-            return Some(link);
-        }
-        next = link.parent;
-    }
-    None
-}
-
-/// Fails if the destination has lost what a snapshot needs of its chain.
-fn check_links(record: &SnapshotRecord, source: &LogState, there: &LogState) -> Result<()> {
-    let Some(link) = lost_link(record, source, there) else { return Ok(()) };
-    let (step, lost) = (record.step, link.step);
-    let (what, clause) = match link.status {
-        SnapshotStatus::Collected => ("collected", "chain 2.8"),
-        _ => ("reduced to some roles", "log 4.7"),
-    };
-    let message = format!(
-        "step {step} needs step {lost}, which the destination has {what}; compact the steps that need it at the source, and copy again"
-    );
-    Err(Error::corrupt(message).clause(clause))
-}
-
-/// Whether a link was reduced to fewer roles than all of these have.
-fn lacks_roles(link: &SnapshotRecord, others: [&SnapshotRecord; 2]) -> bool {
-    let Some(kept) = &link.roles else { return false };
-    let others: Vec<&Vec<String>> = others.into_iter().filter_map(|other| other.roles.as_ref()).collect();
-    let Some((first, rest)) = others.split_first() else { return true };
-    first.iter().any(|role| rest.iter().all(|other| other.contains(role)) && !kept.contains(role))
-}
-
-/// Snapshots to copy.
-pub(super) struct CopyPlan {
-    /// Snapshots that the destination should have, in the order of the source.
-    pub wanted: Vec<SnapshotRecord>,
-    /// Wanted snapshots that the destination lacks.
-    missing: Vec<SnapshotRecord>,
-    /// Wanted steps that are live at the source, and that the destination has forgotten.
-    pub forgotten: Vec<u64>,
-}
-
-impl CopyPlan {
-    fn new(source: &Store, from: &LogState, there: &LogState, steps: Option<&[u64]>) -> Result<Self> {
-        let wanted = snapshots_to_copy(source, from, there, steps)?;
-        let missing: Vec<SnapshotRecord> = wanted.iter().filter(|record| there.by_id(record.id).is_none()).cloned().collect();
-        check_order(from, there, &missing)?;
-        missing.iter().try_for_each(|record| check_links(record, from, there))?;
-        let is_asked = |record: &&SnapshotRecord| steps.is_none_or(|steps| steps.contains(&record.step));
-        let is_gone = |state| matches!(state, SnapshotStatus::Forgotten | SnapshotStatus::Collected);
-        let live = wanted.iter().filter(|record| record.status == SnapshotStatus::Live).filter(is_asked);
-        let forgotten = live.filter(|record| there.by_id(record.id).is_some_and(|found| is_gone(found.status)));
-        let forgotten = forgotten.map(|record| record.step).collect();
-        Ok(Self { wanted, missing, forgotten })
-    }
-
-    /// Snapshots whose status the destination takes over: all, or those that were asked for or are new there. A step that the
-    /// destination had before, and that nobody has named, keeps its status.
-    pub(super) fn named(&self, steps: Option<&[u64]>) -> Vec<SnapshotRecord> {
-        let is_new = |record: &SnapshotRecord| self.missing.iter().any(|missing| missing.id == record.id);
-        let is_asked =
-            |record: &SnapshotRecord| record.status == SnapshotStatus::Live && steps.is_none_or(|steps| steps.contains(&record.step));
-        self.wanted.iter().filter(|record| steps.is_none() || is_asked(record) || is_new(record)).cloned().collect()
-    }
-
-    /// Counts snapshots as new that an earlier plan of this copy has added, with the status that they were to get.
-    fn note_added(&mut self, added: &BTreeMap<Id, SnapshotRecord>) {
-        for record in &mut self.wanted {
-            if let Some(earlier) = added.get(&record.id) {
-                record.status = earlier.status;
-            }
-        }
-        self.missing = added.values().cloned().collect();
-    }
-
-    /// Counts what the destination has before the copy.
-    fn report(&self) -> CopyReport {
-        let present = self.wanted.len().saturating_sub(self.missing.len()).saturating_sub(self.forgotten.len());
-        CopyReport { present: present as u64, forgotten: self.forgotten.len() as u64, ..CopyReport::default() }
-    }
-}
-
 /// Manifest and casks of a snapshot to copy.
 struct StoredSnapshot {
     manifest: Manifest,
@@ -514,22 +420,40 @@ fn fenced() -> Error {
     Error::new(ErrorKind::Fenced, "another job writes to the destination; stop one of the two jobs").clause("log 5")
 }
 
-/// Refuses to add a snapshot after newer ones: `latest` is the newest commit, and must be the same at the destination.
-fn check_order(source: &LogState, destination: &LogState, missing: &[SnapshotRecord]) -> Result<()> {
-    let newest = destination.snapshots().iter().filter_map(|record| source.by_id(record.id)).map(|record| record.sequence).max();
-    match missing.iter().find(|record| newest.is_some_and(|newest| record.sequence < newest)) {
-        None => Ok(()),
-        Some(record) => Err(Error::invalid(format!(
-            "step {} was committed before steps that the destination has already, and cannot be added after them; copy into an empty place",
-            record.step
-        ))),
-    }
-}
-
 /// Path and bytes of a directory, checked.
 async fn read_directory_bytes(store: &Store, digest: Digest) -> Result<(String, Bytes)> {
     let path = format!("directories/{digest}");
     let bytes = store.objects().get(&path, store.limits().max_directory_bytes).await?;
     Directory::check_digest(&bytes, digest).in_object(path.as_str())?;
     Ok((path, bytes))
+}
+
+/// Opens the destination, or creates it with the run id of the source.
+#[boxed]
+pub(super) async fn open_destination(source: &Store, destination: &Store) -> Result<Log> {
+    let file = store_file_of(source).await.map_err(|e| e.object(source.url()))?;
+    refuse_features(file.may_ignore())?;
+    check_root(destination, has_store(destination, Some(file.run))).await?;
+    destination.objects().ensure_root()?;
+    match read_store_file(destination).await {
+        Ok(found) if found.run == file.run => {}
+        Ok(_) => {
+            let message = "the destination holds another run; copy into an empty place, or into a copy of the same run";
+            return Err(Error::invalid(message).object(destination.url()));
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            // Another log begun here would go on in the one that is left (log 4.8).
+            without_store_file(destination).await?.map_or(Ok(()), Err)?;
+            probe(destination.objects()).await?;
+            let created = destination.objects().create(STORE_FILE, file.encode()?.into()).await;
+            if let Created::Exists = created.map_err(|e| Error::storage(STORE_FILE, e))?
+                && read_store_file(destination).await?.run != file.run
+            {
+                return Err(Error::new(ErrorKind::Conflict, "another store was created at the destination in the meantime")
+                    .object(destination.url()));
+            }
+        }
+        Err(e) => return Err(e),
+    }
+    load_log(destination).await
 }

@@ -128,7 +128,7 @@ impl History {
 
 /// A manifest that the log has never named.
 #[derive(Debug)]
-pub(super) struct UnnamedManifest {
+pub(crate) struct UnnamedManifest {
     pub path: String,
     pub manifest: Manifest,
     /// Whether the log has named the snapshot itself, with another manifest: this one is of a compaction or a reduction.
@@ -139,7 +139,7 @@ pub(super) struct UnnamedManifest {
 /// there. A save or a compaction that failed at its commit leaves one. Several of snapshots that the log does not name mean
 /// that the log is an older copy, or that entries at its end were lost.
 #[boxed]
-pub(super) async fn newer_than_log(store: &Store, state: &LogState, manifests: &[Listed]) -> Result<Vec<UnnamedManifest>> {
+pub(crate) async fn newer_than_log(store: &Store, state: &LogState, manifests: &[Listed]) -> Result<Vec<UnnamedManifest>> {
     let is_current = |path: &str, id| state.by_id(id).is_some_and(|record| record.manifest_path() == path);
     let is_unnamed = |listed: &&Listed| snapshot_of(&listed.path).is_some_and(|id| !is_current(&listed.path, id));
     let unnamed: Vec<&Listed> = manifests.iter().filter(is_unnamed).collect();
@@ -183,7 +183,7 @@ async fn time_of(store: &Store, sequence: u64) -> Result<u64> {
 }
 
 /// The error for manifests that are newer than the log; `None` for those that a failed save may have left.
-pub(super) fn lost_end(newer: &[UnnamedManifest]) -> Option<Error> {
+pub(crate) fn lost_end(newer: &[UnnamedManifest]) -> Option<Error> {
     let newer: Vec<&UnnamedManifest> = newer.iter().filter(|newer| !newer.is_of_known).collect();
     let [first, .., last] = newer.as_slice() else { return None };
     let message = format!(

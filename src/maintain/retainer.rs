@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::reduce::{Hold, OnDamage, Reduced, reduce_all};
-use crate::commit::{FiniteMarks, Freeing, Log, SnapshotRecord, Standing, forget_unwanted, load_complete_log};
+use crate::commit::{FiniteMarks, Freeing, Log, SnapshotRecord, Standing, decide_retention, forget_unwanted, load_complete_log};
 use crate::wire::Id;
 use crate::{Free, Result, Retained, Retention, Store};
 
@@ -46,7 +46,7 @@ pub async fn apply_retention(store: &Store, retention: Retention, options: &Comp
 /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
 pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
     let mut log = load_complete_log(store).await?;
-    let decision = FiniteMarks::default().decide(&mut log, retention).await?;
+    let decision = decide_retention(&mut log, retention, &mut FiniteMarks::default()).await?;
     let records = [decision.forget, decision.reduce].concat();
     let reduced = reduce_all(store, &mut log, records, roles, options, OnDamage::Fail).await?;
     Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced, freed: vec![] })

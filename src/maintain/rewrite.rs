@@ -7,12 +7,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rayon::prelude::*;
 use tokio::sync::OnceCell;
 
-use super::compact::CompactOptions;
-use crate::codec::{Candidate, Chunk, Codec, Trial};
+use crate::codec::{Candidate, Chunk, Codec, Objective, Trial};
+use crate::commit::DEFAULT_AGE_FLOOR;
+use crate::container::CaskEncoder;
 use crate::limits::{to_usize, zeroed};
 use crate::precision::Setting;
 use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
@@ -24,6 +26,30 @@ use crate::writer::{
     Unit, UnitChunk, UnitResult, Window, encode_unit, schedule,
 };
 use crate::{Error, Result, Store, boxed, parallel};
+
+/// Options of a compaction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompactOptions {
+    /// Weights by which codecs are chosen: size, speed, precision.
+    pub objective: Objective,
+    /// Whether each chunk is decoded again before it is uploaded.
+    pub verify_after_encode: bool,
+    /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
+    pub alignment_exponent: u8,
+    /// Age floor of garbage collection: see [`WriterOptions::age_floor`](crate::WriterOptions::age_floor).
+    pub age_floor: Duration,
+}
+
+impl Default for CompactOptions {
+    fn default() -> Self {
+        Self {
+            objective: Objective::SMALLEST,
+            verify_after_encode: true,
+            alignment_exponent: CaskEncoder::DEFAULT_ALIGNMENT_EXPONENT,
+            age_floor: DEFAULT_AGE_FLOOR,
+        }
+    }
+}
 
 /// A rewritten cask.
 pub(super) struct RewrittenCask {

@@ -416,7 +416,7 @@ async fn verify_manifest(
 
 /// Checks every byte of a cask of a base or a delta.
 #[boxed]
-pub(super) async fn verify_cask(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
+pub(crate) async fn verify_cask(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
     verify_bytes(source, cask, of_base, limits, None).await.map_err(|e| source.locate(e))
 }
 

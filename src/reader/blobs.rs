@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use bytes::Bytes;
 
 use super::Snapshot;
-use super::execute::slice_of;
+use super::cask_source::slice_of;
 use super::open_chain::OpenChain;
 use crate::container::{BlobEntry, PageEntry};
 use crate::wire::{blob_slot, is_writers_blob};

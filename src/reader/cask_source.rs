@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::execute::slice_of;
 use crate::chain::Link;
+use crate::limits::to_usize;
 use crate::wire::{CaskRef, LogEntry};
 use crate::{Error, Result, Store};
 
@@ -81,5 +81,14 @@ impl CaskSource {
             Self::Object { path, .. } => error.object(path),
             Self::Inline { path, offset, .. } => error.within(*offset).object(path),
         }
+    }
+}
+
+/// Returns a range of a cask that was read whole.
+pub(super) fn slice_of(whole: &Bytes, range: &Range<u64>) -> Result<Bytes> {
+    let (start, end) = (to_usize(range.start, "a page")?, to_usize(range.end, "a page")?);
+    match start <= end && end <= whole.len() {
+        true => Ok(whole.slice(start..end)),
+        false => Err(Error::corrupt(format!("has {} bytes, but {end} were written: truncated", whole.len())).offset(range.start)),
     }
 }

@@ -1,12 +1,33 @@
-//! Content digests and chunk checksums of a snapshot, from the indexes alone.
+//! Verification of a snapshot: content digests and chunk checksums, from the indexes alone or with every page.
 
 use std::collections::BTreeMap;
 
+use super::Snapshot;
+use super::blobs::{read_stored, stored_blobs, windows};
 use super::open_chain::OpenChain;
 use crate::chain::{ShardPlan, content_digests};
+use crate::store::Work;
 use crate::tensor::Rect;
 use crate::wire::Digest;
 use crate::{Error, Result, boxed};
+
+impl Snapshot {
+    /// Decodes every chunk, compares it with its checksum, and compares the content digests.
+    pub async fn verify(&self) -> Result<()> {
+        verify_counting(self, &mut Work::plan(&self.chain.store, 0)).await
+    }
+}
+
+/// Like [`Snapshot::verify`]. Counts the bytes of pages as work.
+pub(crate) async fn verify_counting(snapshot: &Snapshot, work: &mut Work) -> Result<()> {
+    let chain = snapshot.chain.without_read_casks().await?;
+    check_content(&chain).await?;
+    chain.check_tensors(0..chain.newest().directory.len(), work).await?;
+    for window in windows(&stored_blobs(&chain).await?) {
+        read_stored(&chain, &window, &|blob| format!("blob {}/{}", blob.rank, blob.name)).await?;
+    }
+    Ok(())
+}
 
 /// Compares the chunk checksums in the chain's indexes with the content digests in the manifest. Reads no page.
 pub(crate) async fn check_content(chain: &OpenChain) -> Result<()> {

@@ -6,11 +6,10 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
+use super::cask_source::{CaskSource, slice_of};
 use super::open_chain::OpenChain;
-use super::{CaskSource, Pages};
 use crate::chain::{Aim, DecodedChunk, Plans, Recipe, ShardPlan, Step, decode_recipe};
 use crate::container::PageEntry;
-use crate::limits::to_usize;
 use crate::store::{Work, concurrently};
 use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
 use crate::wire::Directory;
@@ -109,6 +108,9 @@ pub(super) struct Apart {
     pub(super) chunk: u64,
     pub(super) decoded: DecodedChunk,
 }
+
+/// Pages of one step, in column order.
+pub(super) type Pages = Vec<Bytes>;
 
 /// Pages of the ops of a job.
 type JobPages = Vec<Pages>;
@@ -451,14 +453,5 @@ impl PageFetch {
             concurrently(CONCURRENT_OBJECTS, casks.into_iter().map(fetch)).await?.into_iter().collect();
         let pages_of = |(at, count)| received.get_mut(&at).map(|bytes| bytes.by_ref().take(count).collect()).unwrap_or_default();
         Ok(groups.into_iter().map(pages_of).collect())
-    }
-}
-
-/// Returns a range of a cask that was read whole.
-pub(super) fn slice_of(whole: &Bytes, range: &Range<u64>) -> Result<Bytes> {
-    let (start, end) = (to_usize(range.start, "a page")?, to_usize(range.end, "a page")?);
-    match start <= end && end <= whole.len() {
-        true => Ok(whole.slice(start..end)),
-        false => Err(Error::corrupt(format!("has {} bytes, but {end} were written: truncated", whole.len())).offset(range.start)),
     }
 }

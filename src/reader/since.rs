@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::execute::{ChunkItem, PageFetch};
+use super::Snapshot;
+use super::execute::{ChunkItem, PageFetch, Pages};
 use super::open_chain::OpenChain;
-use super::{Pages, Snapshot};
 use crate::chain::{ChunkPlan, ShardPlan, Step, check_decoded};
 use crate::codec::Columns;
 use crate::limits::{to_usize, zeroed};

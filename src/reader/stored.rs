@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
-use super::execute::slice_of;
+use super::Snapshot;
+use super::cask_source::{CaskSource, slice_of};
 use super::open_chain::OpenChain;
-use super::{CaskSource, Snapshot};
 use crate::chain::{Rows, ShardPlan, Step, check_decoded};
 use crate::codec::{ChunkKind, Raw};
 use crate::container::PageEntry;

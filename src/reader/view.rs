@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use bytes::Bytes;
 
 use super::Snapshot;
-use super::execute::{ChunkItem, slice_of};
+use super::cask_source::slice_of;
+use super::execute::ChunkItem;
 use super::open_chain::OpenChain;
 use super::stored::{PartPlace, StoredPart, StoredTensor};
 use crate::kernels::map::map_file;

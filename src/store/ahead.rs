@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::task::JoinHandle;
 
 use super::Store;
+use super::tee::{Tee, byte_count};
 use super::upload::Upload;
 use crate::{Result, parallel};
 
@@ -63,7 +64,7 @@ impl AheadUploads {
     }
 
     /// Begins an object of about `expected_bytes`.
-    pub(super) fn begin(&self, object: &str, expected_bytes: u64) -> Tee {
+    fn begin(&self, object: &str, expected_bytes: u64) -> Tee {
         let (sender, receiver) = unbounded_channel();
         let upload = Upload::new(&self.0.destination, object.to_owned(), expected_bytes);
         let sending = tokio::spawn(send(upload, receiver, self.0.waiting.clone()));
@@ -88,6 +89,14 @@ impl AheadUploads {
     }
 }
 
+impl Upload {
+    /// Also sends the same bytes to another store.
+    pub(crate) fn sent_ahead(mut self, ahead: Option<&AheadUploads>, expected_bytes: u64) -> Self {
+        self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
+        self
+    }
+}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         let begun = self.begun.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -106,28 +115,4 @@ async fn send(mut upload: Upload, mut receiver: UnboundedReceiver<Vec<Bytes>>, w
     }
     let sent_bytes = upload.sent_bytes();
     Ok(Begun { upload, bytes, sent_bytes })
-}
-
-fn byte_count(pieces: &[Bytes]) -> u64 {
-    pieces.iter().map(|piece| piece.len() as u64).sum()
-}
-
-/// Writer's end of an object that also goes to a second store.
-pub(super) struct Tee {
-    sender: Option<UnboundedSender<Vec<Bytes>>>,
-    waiting: Arc<AtomicU64>,
-    max_waiting_bytes: u64,
-}
-
-impl Tee {
-    /// Passes the next bytes on. If the other store is behind, sends no more of this object ahead.
-    pub(super) fn push(&mut self, pieces: &[Bytes]) {
-        let Some(sender) = &self.sender else { return };
-        let count = byte_count(pieces);
-        let waiting = self.waiting.fetch_add(count, Ordering::Relaxed);
-        if (waiting > 0 && waiting + count > self.max_waiting_bytes) || sender.send(pieces.to_vec()).is_err() {
-            self.waiting.fetch_sub(count, Ordering::Relaxed);
-            self.sender = None;
-        }
-    }
 }

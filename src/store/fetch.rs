@@ -1,26 +1,17 @@
 //! Reads byte ranges of an object in few requests.
 
-use std::future::Future;
 use std::ops::Range;
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 
-use super::Objects;
 use super::coalesce::Coalesce;
 use super::io::local_file;
+use super::{Objects, concurrently};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Maximum number of requests in flight per fetch.
 const CONCURRENT_REQUESTS: usize = 8;
-
-/// Runs at most `limit` futures at once. Returns their values in order, or the first error.
-pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize, futures: impl IntoIterator<Item = F>) -> Result<Vec<T>> {
-    // Collects the futures first: a lazily mapped stream would carry its closure through every await.
-    let futures: Vec<F> = futures.into_iter().collect();
-    futures::stream::iter(futures).buffered(limit).try_collect().await
-}
 
 impl Objects {
     /// Reads one range.

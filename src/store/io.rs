@@ -8,31 +8,12 @@ use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::{Medium, Objects, concurrently, hard_links, local};
+use super::{Created, Listed, Medium, Objects, concurrently, hard_links, local};
 use crate::wire::is_object;
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Scratch object whose time of modification is that of the storage's clock.
 const CLOCK: &str = "probe/clock";
-
-/// Outcome of a put-if-absent.
-#[derive(Debug)]
-pub(crate) enum Created {
-    /// The object was written and is durable.
-    Written,
-    /// An object of that name already exists, or a lost answer made it look so.
-    Exists,
-}
-
-/// An object in a listing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Listed {
-    /// Path below the store's root.
-    pub path: String,
-    pub bytes: u64,
-    /// Last write, in milliseconds since 1970, by the clock of the storage.
-    pub modified_ms: u64,
-}
 
 impl Objects {
     /// Reads a whole object of at most `max_bytes`.

@@ -24,9 +24,11 @@ mod probe;
 mod proxies;
 mod renewable;
 mod root;
+mod root_change;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 #[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
 mod settings;
+mod tee;
 mod upload;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 mod upload_pace;
@@ -42,15 +44,14 @@ pub use ahead::AheadUploads;
 pub use bandwidth::Bandwidth;
 pub(crate) use cache::Caches;
 pub use environment::{Environment, is_credential, with_absolute_path};
-pub(crate) use fetch::concurrently;
-pub(crate) use io::{Created, Listed, objects_after, remove_staged_file, staged_files};
-pub(crate) use objects::{Medium, Objects};
+pub(crate) use io::{objects_after, remove_staged_file, staged_files};
+pub(crate) use objects::{Created, Listed, Medium, Objects, concurrently};
 pub use open::{StoreOptions, absolute_url};
 pub(crate) use pages::names_in_pages;
 pub use pending::PendingRequest;
 pub use probe::ProbeReport;
 pub(crate) use probe::{probe, probe_without_store};
-pub(crate) use root::RootChange;
+pub(crate) use root_change::RootChange;
 pub(crate) use upload::{PartBudget, Upload};
 pub(crate) use work::Work;
 

@@ -1,14 +1,16 @@
 //! Requests to the object store below the root of a store. `io` and `fetch` add the operations.
 
+use std::future::Future;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStore;
 use object_store::path::Path;
 
-use super::open::local_objects;
 use super::pending::{Pending, PendingRequest, PendingRequests};
-use super::root::LocalRoot;
+use super::root::{LocalRoot, local_objects};
 use super::work::WorkCounters;
 use crate::{Error, Result};
 
@@ -31,7 +33,7 @@ pub(crate) struct Objects {
 pub(crate) enum Medium {
     Memory,
     /// A local folder, by the path that the caller gave. Requests go to [`Objects::local_folder`].
-    Local(std::path::PathBuf),
+    Local(PathBuf),
     Remote,
 }
 
@@ -95,6 +97,15 @@ impl Objects {
         self.pending.oldest()
     }
 
+    /// Folder of a local store: the one that its path led to when it was opened, or the path itself before that.
+    pub(crate) fn local_folder(&self) -> Option<&std::path::Path> {
+        match (&self.medium, self.root_folder.get()) {
+            (Medium::Local(_), Some(root)) => Some(&root.folder),
+            (Medium::Local(given), None) => Some(given),
+            _ => None,
+        }
+    }
+
     pub(super) fn path(&self, object: &str) -> Path {
         Path::from_iter(self.root.parts().chain(Path::from(object).parts()))
     }
@@ -106,4 +117,30 @@ impl Counters {
         self.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
         self.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
     }
+}
+
+/// Outcome of a put-if-absent.
+#[derive(Debug)]
+pub(crate) enum Created {
+    /// The object was written and is durable.
+    Written,
+    /// An object of that name already exists, or a lost answer made it look so.
+    Exists,
+}
+
+/// An object in a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Listed {
+    /// Path below the store's root.
+    pub path: String,
+    pub bytes: u64,
+    /// Last write, in milliseconds since 1970, by the clock of the storage.
+    pub modified_ms: u64,
+}
+
+/// Runs at most `limit` futures at once. Returns their values in order, or the first error.
+pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize, futures: impl IntoIterator<Item = F>) -> Result<Vec<T>> {
+    // Collects the futures first: a lazily mapped stream would carry its closure through every await.
+    let futures: Vec<F> = futures.into_iter().collect();
+    futures::stream::iter(futures).buffered(limit).try_collect().await
 }

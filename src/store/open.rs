@@ -9,7 +9,6 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use object_store::ObjectStore;
-use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 
@@ -21,9 +20,11 @@ use super::environment;
 use super::environment::IDENTITY_ENDPOINT;
 #[cfg(feature = "gcp")]
 use super::environment::SERVICE_ACCOUNT;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::guarded::{self, Guarded};
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::proxies::Proxies;
+use super::root::check_is_text;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 use super::settings::{self, Form};
 use super::{Bandwidth, Environment, Medium, Objects, Store, assemble, assemble_renewable};
@@ -418,25 +419,6 @@ fn parse(url: &str) -> Result<url::Url> {
         return Err(Error::invalid("`?` and `#` in the URL of a store must be written as %3F and %23").object(url));
     }
     Ok(parsed)
-}
-
-/// Refuses a folder that cannot be named as text: `object_store` panics on such a name.
-fn check_is_text(folder: &std::path::Path) -> Result<()> {
-    match folder.to_str() {
-        Some(_) => Ok(()),
-        None => Err(Error::invalid(format!(
-            "the folder of a store must have a path in UTF-8, and this one is {}; rename the folder in it whose name is not UTF-8",
-            folder.display()
-        ))),
-    }
-}
-
-pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
-    let name = || folder.display().to_string();
-    let resolved = folder.canonicalize().map_err(|e| Error::io(name(), e))?;
-    check_is_text(&resolved).map_err(|e| e.object(name()))?;
-    let local = guarded::caught("", || LocalFileSystem::new_with_prefix(folder)).map_err(|e| Error::storage(name(), e))?;
-    Ok(Arc::new(Guarded::new(Arc::new(local.with_fsync(fsync)), "")))
 }
 
 /// Returns the in-memory store of this name. It lives as long as somebody holds it.

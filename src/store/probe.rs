@@ -2,8 +2,7 @@
 
 use bytes::Bytes;
 
-use super::Objects;
-use super::io::Created;
+use super::{Created, Objects};
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, boxed};
 

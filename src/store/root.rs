@@ -10,10 +10,13 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Medium, Objects};
-use crate::{Error, ErrorKind, Result, boxed};
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
+
+use super::guarded::{self, Guarded};
+use crate::{Error, Result};
 
 /// The folder that a path led to when a store was opened.
 #[derive(Debug)]
@@ -32,15 +35,6 @@ pub(crate) struct Mounted {
     mount: u64,
 }
 
-/// Difference between the folder of a store and the folder that its path leads to now.
-#[derive(Debug)]
-pub(crate) enum RootChange {
-    /// The path leads to another folder.
-    Elsewhere(PathBuf),
-    /// The path leads to another file system, or the same one was mounted again.
-    Mounted(Mounted),
-}
-
 /// Maximum number of dangling links that are followed, as for links that the system follows.
 const MAX_LINKS: u32 = 40;
 
@@ -51,65 +45,33 @@ impl LocalRoot {
         Ok(Self { folder, mounted })
     }
 
-    fn change(&self, given: &Path) -> io::Result<Option<RootChange>> {
-        let now = Self::new(given)?;
-        let mounted = now.mounted();
-        if now.folder != self.folder {
-            return Ok(Some(RootChange::Elsewhere(now.folder)));
-        }
-        Ok((mounted != self.mounted()).then_some(RootChange::Mounted(mounted)))
-    }
-
-    fn mounted(&self) -> Mounted {
+    pub(super) fn mounted(&self) -> Mounted {
         *self.mounted.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl RootChange {
-    /// Compares the folder of a local store with the one that its path leads to now.
-    #[boxed]
-    pub(crate) async fn of(objects: &Objects) -> Result<Option<Self>> {
-        let (Medium::Local(given), Some(root)) = (&objects.medium, objects.root_folder.get().cloned()) else { return Ok(None) };
-        let _pending = objects.noted("look up", "the root folder");
-        let given = given.clone();
-        let compared = tokio::task::spawn_blocking(move || root.change(&given)).await;
-        let compared = compared.map_err(|e| Error::new(ErrorKind::Storage, format!("its path could not be resolved: {e}")))?;
-        compared.map_err(|e| Error::io(&objects.url, e))
-    }
-
-    /// Returns the error of a changed root; `None` if the store that the caller knows `is_there` on the other file system, which
-    /// then counts as that of the store.
-    pub(crate) fn judge(&self, objects: &Objects, is_there: bool) -> Option<Error> {
-        let folder = objects.local_folder().unwrap_or_else(|| Path::new("")).display();
-        let message = match self {
-            Self::Elsewhere(now) => format!(
-                "the path of the store now leads to {}, and led to {folder} when the store was opened: a symbolic link was switched. \
-                 Nothing was committed. Open the store again to use the new place",
-                now.display()
-            ),
-            Self::Mounted(mounted) if is_there => {
-                if let Some(root) = objects.root_folder.get() {
-                    *root.mounted.lock().unwrap_or_else(PoisonError::into_inner) = *mounted;
-                }
-                return None;
-            }
-            Self::Mounted(_) => format!(
-                "{folder} now lies on another file system than when the store was opened, without this store: a mount disappeared or was \
-                 replaced. Nothing was committed. Mount the file system again, or open the store again to begin a new one here"
-            ),
-        };
-        Some(Error::new(ErrorKind::Storage, message).object(&objects.url).clause("log 5.6"))
+    /// Takes another file system for the one of the store.
+    pub(super) fn set_mounted(&self, mounted: Mounted) {
+        *self.mounted.lock().unwrap_or_else(PoisonError::into_inner) = mounted;
     }
 }
 
-impl Objects {
-    /// Folder of a local store: the one that its path led to when it was opened, or the path itself before that.
-    pub(crate) fn local_folder(&self) -> Option<&Path> {
-        match (&self.medium, self.root_folder.get()) {
-            (Medium::Local(_), Some(root)) => Some(&root.folder),
-            (Medium::Local(given), None) => Some(given),
-            _ => None,
-        }
+/// Creates the client of a local folder.
+pub(super) fn local_objects(folder: &Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
+    let name = || folder.display().to_string();
+    let resolved = folder.canonicalize().map_err(|e| Error::io(name(), e))?;
+    check_is_text(&resolved).map_err(|e| e.object(name()))?;
+    let local = guarded::caught("", || LocalFileSystem::new_with_prefix(folder)).map_err(|e| Error::storage(name(), e))?;
+    Ok(Arc::new(Guarded::new(Arc::new(local.with_fsync(fsync)), "")))
+}
+
+/// Refuses a folder that cannot be named as text: `object_store` panics on such a name.
+pub(super) fn check_is_text(folder: &Path) -> Result<()> {
+    match folder.to_str() {
+        Some(_) => Ok(()),
+        None => Err(Error::invalid(format!(
+            "the folder of a store must have a path in UTF-8, and this one is {}; rename the folder in it whose name is not UTF-8",
+            folder.display()
+        ))),
     }
 }
 

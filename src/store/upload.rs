@@ -9,9 +9,9 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
 use super::local_file::LocalFile;
+use super::tee::Tee;
 use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed, parallel};
 
@@ -129,7 +129,7 @@ impl Drop for Measurement {
 /// Upload of one object.
 pub(crate) struct Upload {
     store: Store,
-    object: String,
+    pub(super) object: String,
     part_bytes: u64,
     pending: Vec<Bytes>,
     pending_bytes: u64,
@@ -137,7 +137,8 @@ pub(crate) struct Upload {
     multipart: Option<Box<dyn MultipartUpload>>,
     running: JoinSet<Result<(), object_store::Error>>,
     budget: PartBudget,
-    tee: Option<Tee>,
+    /// End of a second store that gets the same bytes.
+    pub(super) tee: Option<Tee>,
 }
 
 impl std::fmt::Debug for Upload {
@@ -170,12 +171,6 @@ impl Upload {
     /// Shares a budget of parts in flight with other uploads.
     pub(crate) fn within(mut self, budget: &PartBudget) -> Self {
         self.budget = budget.clone();
-        self
-    }
-
-    /// Also sends the same bytes to another store.
-    pub(crate) fn sent_ahead(mut self, ahead: Option<&AheadUploads>, expected_bytes: u64) -> Self {
-        self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
         self
     }
 

@@ -6,7 +6,6 @@ use bytes::Bytes;
 
 use super::columns::{Column, ColumnsReader, ColumnsWriter, Heap};
 use super::layout::{Layout, LayoutCounts};
-use super::part::part_bytes;
 use super::{COLUMN_ALIGNMENT, Cursor, HEADER_BYTES, Id, Put, ShardRow, TensorRow, align_up};
 use crate::limits::reserve;
 use crate::tensor::ChunkGrid;
@@ -235,6 +234,14 @@ pub(crate) fn part_shards(layout: &Layout) -> Result<Vec<PartInfo>> {
         parts.push(open);
     }
     Ok(parts)
+}
+
+/// Returns the size of a part in bytes, or `None` beyond u64.
+fn part_bytes(chunks: u64, pages: u64) -> Option<u64> {
+    let column = |rows: u64, width: u64| align_up(rows.checked_mul(width)?, COLUMN_ALIGNMENT);
+    [column(chunks, 1), column(chunks, 1), column(chunks, 1), column(chunks, 4), column(pages, 1), column(pages, 4), column(pages, 4)]
+        .into_iter()
+        .try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }
 
 /// Reads a dictionary of distinct names, whose indexes are one byte wide.

@@ -2,9 +2,9 @@
 
 use bytes::Bytes;
 
+use super::align_up;
 use super::columns::{Column, ColumnsReader, ColumnsWriter};
 use super::index::{IndexRoot, PartInfo};
-use super::{COLUMN_ALIGNMENT, align_up};
 use crate::limits::reserve;
 use crate::tensor::ChunkGrid;
 use crate::{Error, Result};
@@ -56,14 +56,6 @@ pub(crate) struct PageRow {
     pub column: u8,
     pub bytes: u32,
     pub crc: u32,
-}
-
-/// Returns the size of a part in bytes, or `None` beyond u64.
-pub(crate) fn part_bytes(chunks: u64, pages: u64) -> Option<u64> {
-    let column = |rows: u64, width: u64| align_up(rows.checked_mul(width)?, COLUMN_ALIGNMENT);
-    [column(chunks, 1), column(chunks, 1), column(chunks, 1), column(chunks, 4), column(pages, 1), column(pages, 4), column(pages, 4)]
-        .into_iter()
-        .try_fold(0u64, |sum, bytes| sum.checked_add(bytes?))
 }
 
 pub(crate) fn encode_part(chunks: &[ChunkRow], pages: &[PageRow]) -> Vec<u8> {

@@ -1,5 +1,4 @@
-//! The commit side of a writer: opens a store for writing, and commits the casks that a save or the ranks have
-//! uploaded.
+//! The commit side of a writer: commits the casks that a save or the ranks have uploaded.
 //!
 //! A commit writes small casks, directory and manifest, all at once, and then the log entry. Creating the entry is the
 //! commit; before it nothing exists for readers, so the order of the other objects does not matter. If casks and manifest
@@ -12,137 +11,18 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use super::open::{open_log, refused};
 use super::parent::Parent;
-use super::pipeline::{SavePipeline, publish};
-use super::{Claim, ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
+use super::pipeline::publish;
+use super::{ExistingStep, Metadata, SavedSnapshot, Writer};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
-use crate::commit::{
-    Age, Appended, FiniteMarks, Freeing, KnownLog, LeaderRefusal, Log, LogState, Need, Owner, Stale, Standing, Summary, check_root,
-    forget_unwanted, has_store, now_ms, read_store_file, refuse_lost_log, without_store_file,
-};
+use crate::commit::{Age, Appended, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms};
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
-use crate::store::{Created, Upload, probe, saves_inline};
-use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Job, Leader, Manifest, STORE_FILE, StoreFile};
-use crate::{Blob, Error, ErrorKind, Free, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
-
-/// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
-/// writers. `known`: the log that a session began with which did not reach the store.
-#[boxed]
-pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
-    options.retention.map_or(Ok(()), Retention::check)?;
-    options.codecs.check(store.registry())?;
-    let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
-    let id = match options.id {
-        Some(id) => id,
-        None => Id::random()?,
-    };
-    let mut log = open_log(store, None).await?;
-    let seen = match options.claim {
-        Claim::Job => {
-            log.job = Some(Job::here());
-            None
-        }
-        Claim::Once => {
-            if let Some(owner) = Owner::of(&log).await?.filter(|owner| owner.writer != id) {
-                return Err(owner.refusal(store));
-            }
-            Some(log.state().last_writer)
-        }
-        Claim::OnceTakingOver => None,
-    };
-    let begins = leader.is_some_and(|leader| leader.term == 1);
-    let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
-        Some(Err(refusal)) => Err(refused(refusal)),
-        _ if seen.is_some_and(|seen| state.has_new_job(seen)) => {
-            Err(Error::new(ErrorKind::Conflict, "a job has opened the store at the same time; nothing was saved").object(store.url()))
-        }
-        _ => {
-            known.filter(|_| begins).map_or(Ok(()), |known| known.check_log(state.sequence, &state.leadership))?;
-            Ok(Event::Opened { leader })
-        }
-    });
-    opened.await?;
-    log.write_catalog_if_due().await;
-    let predecessors = log.state().writers.clone();
-    let mut pipeline = SavePipeline::new(store, options);
-    if leader.is_some() {
-        // The log admits a step of a session only once.
-        pipeline.options.existing_step = ExistingStep::Replace;
-    }
-    Ok(Writer {
-        pipeline,
-        id,
-        log,
-        predecessors,
-        durable_directory: None,
-        unchanged,
-        frozen,
-        previous: None,
-        upload_ms: None,
-        begun: None,
-        measures_saves: true,
-        stopped: Stopped(None),
-        marks: FiniteMarks::default(),
-        freeing: Freeing::default(),
-        leader,
-    })
-}
-
-/// The error of a host that may not open the log, or not add a step.
-fn refused(refusal: LeaderRefusal) -> Error {
-    let kind = if refusal == LeaderRefusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
-    Error::new(kind, refusal.to_string()).clause("log 8")
-}
-
-/// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
-///
-/// `known`: the run of the store that the caller has written to. It goes on in what is there now (log 5.7). A new writer refuses
-/// a store that has lost its log or `store.json` (log 4.8).
-#[boxed]
-async fn open_log(store: &Store, known: Option<Id>) -> Result<Log> {
-    check_root(store, has_store(store, known)).await?;
-    store.objects().ensure_root()?;
-    match read_store_file(store).await {
-        Ok(found) => {
-            // The cheapest check of put-if-absent: creating an existing object must fail.
-            let created = store.objects().create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-            if let Created::Written = created {
-                // Either the storage ignores the condition, or the file was removed between the two requests. The probe
-                // tells which.
-                probe(store.objects()).await?;
-                tracing::warn!(store = store.url(), "store.json was removed while the store was being opened; it was created again");
-            }
-        }
-        Err(e) if e.kind() == ErrorKind::NotFound => {
-            if known.is_none() {
-                without_store_file(store).await?.map_or(Ok(()), Err)?;
-            }
-            probe(store.objects()).await?;
-            let bytes = StoreFile::new(Id::random()?).encode()?;
-            let bytes = bytes::Bytes::from(bytes);
-            for attempt in 0..3 {
-                // If another writer was faster, its file is as good. A server may also report a race that nobody won:
-                // try again.
-                store.objects().create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-                match read_store_file(store).await {
-                    Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
-                    found => {
-                        found?;
-                        break;
-                    }
-                }
-            }
-        }
-        Err(e) => return Err(e),
-    }
-    let log = Log::load_whole(store).await?;
-    if known.is_none() {
-        refuse_lost_log(&log).await?;
-    }
-    Ok(log)
-}
+use crate::store::{Upload, saves_inline};
+use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Manifest};
+use crate::{Blob, Error, ErrorKind, Free, Result, RoundingReport, boxed};
 
 impl Writer {
     /// Opens the parent of a snapshot of `step`; `None` for a base.

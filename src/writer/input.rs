@@ -4,12 +4,13 @@
 //! chunks that they are asked for. None of them changes the input, so they may run for several windows or parameter
 //! groups at once.
 
+use std::collections::BTreeMap;
+
 use super::WriterOptions;
 use super::cask_writer::{ChunkPlace, ShardLabel};
 use super::changed_rows::ChangedRows;
 use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
-use super::settings::ChosenSettings;
 use crate::codec::{Chunk, Codec, Rows, check_assigned};
 use crate::precision::{BoundedSetting, Setting};
 use crate::tensor::ChunkGrid;
@@ -26,6 +27,17 @@ pub(super) struct ChunkRef {
     pub chunk: u64,
     /// Number of the tensor in the parent's directory, if the parent has the same shard.
     pub base: Option<usize>,
+}
+
+/// Settings that were chosen, by tensor name.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ChosenSettings(pub BTreeMap<String, BoundedSetting>);
+
+impl ChosenSettings {
+    /// The setting of a tensor; `None` if its rule does not allow several.
+    pub(super) fn of(&self, tensor: &str) -> Option<BoundedSetting> {
+        self.0.get(tensor).copied()
+    }
 }
 
 /// Input of one save.

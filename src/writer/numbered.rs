@@ -26,17 +26,15 @@ use super::base_cache::BaseCache;
 use super::base_chunks::base_chunks;
 use super::input::{ChunkRef, SaveInput};
 use super::layout::{LayoutTensor, StateLayout};
-use super::parent::Parent;
-use super::pipeline::SavePipeline;
 use crate::kernels::floats::numbers;
 use crate::tensor::{is_moment, is_parameter};
-use crate::{Dtype, Result, boxed, parallel};
+use crate::{Dtype, Result, parallel};
 
 /// Weights of numbered parameters, as a writer knows them from save to save.
 #[derive(Debug, Default)]
 pub(super) struct NumberedParams {
     /// Parameter of the weight of each numbered parameter, by the parameter that the name of its tensors tells.
-    weights: HashMap<String, String>,
+    pub weights: HashMap<String, String>,
     /// Searches in the tensors of one shape.
     searches: HashMap<Vec<u64>, Search>,
     has_warned: bool,
@@ -80,28 +78,9 @@ enum Verdict {
     Unknown,
 }
 
-impl SavePipeline {
-    /// Gives the moments of numbered parameters the parameters of their weights. The layout holds the whole state: ranks that
-    /// hold parts of it could find different pairs.
-    #[boxed]
-    pub(super) async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) {
-        let mut numbered = std::mem::take(&mut self.numbered);
-        if let Err(error) = numbered.pair(&self.input(step, layout, parent), &self.base).await {
-            // The save itself reads the parent again, and deals with its damage.
-            tracing::warn!(%error, "the weights of numbered moments were not all looked for; the save goes on");
-        }
-        layout.give_params(&numbered.weights);
-        // A base cannot prove all pairs.
-        if parent.is_some() {
-            numbered.warn_of_orphans(layout);
-        }
-        self.numbered = numbered;
-    }
-}
-
 impl NumberedParams {
     /// Finds the weights of the numbered parameters of a layout.
-    async fn pair(&mut self, input: &SaveInput<'_>, cache: &BaseCache) -> Result<()> {
+    pub(super) async fn pair(&mut self, input: &SaveInput<'_>, cache: &BaseCache) -> Result<()> {
         let classes = classes(input.layout);
         let entries: HashSet<&str> = classes.values().flat_map(|class| &class.entries).map(|entry| entry.param.as_str()).collect();
         self.weights.retain(|param, _| entries.contains(param.as_str()));
@@ -133,7 +112,7 @@ impl NumberedParams {
     }
 
     /// Warns, once, of moments without a weight beside weights of the same shape without moments. `layout`: with the pairs.
-    fn warn_of_orphans(&mut self, layout: &StateLayout<'_>) {
+    pub(super) fn warn_of_orphans(&mut self, layout: &StateLayout<'_>) {
         if self.has_warned {
             return;
         }

@@ -47,7 +47,7 @@ impl Parent {
     /// Whether a save may write a base after this error of its parent: the parent is damaged, or beyond the limits of this
     /// writer, or encoded by a codec that this program lacks. A parent of a newer version ends the save instead: this version does
     /// not know what it must not do in such a store.
-    pub(super) fn is_dispensable(error: &Error) -> bool {
+    pub(crate) fn is_dispensable(error: &Error) -> bool {
         error.is_damage() || error.kind() == ErrorKind::LimitExceeded || error.clause_name() == Some(UNKNOWN_CODEC)
     }
 

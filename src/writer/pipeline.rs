@@ -22,7 +22,7 @@ use super::base_cache::{BaseCache, NextBase, NextChunk, key_of};
 use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
 use super::changed_rows::{ChangedRows, NextRows};
 use super::choices::Choices;
-use super::input::{SaveInput, label};
+use super::input::{ChosenSettings, SaveInput, label};
 use super::layout::{LayoutTensor, StateLayout};
 use super::numbered::NumberedParams;
 use super::pace::{ObjectiveReport, Pace, PacedSave};
@@ -30,7 +30,6 @@ use super::parent::Parent;
 use super::plan::SavePlan;
 use super::rounding::RoundingRecord;
 use super::schedule::{Entry, Window};
-use super::settings::ChosenSettings;
 use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
@@ -167,6 +166,23 @@ impl SavePipeline {
         let chosen = settings.choose(&self.input(step, layout, parent));
         self.settings = settings;
         chosen
+    }
+
+    /// Gives the moments of numbered parameters the parameters of their weights. The layout holds the whole state: ranks that
+    /// hold parts of it could find different pairs.
+    #[boxed]
+    pub(super) async fn pair_numbered(&mut self, step: u64, layout: &mut StateLayout<'_>, parent: Option<&Parent>) {
+        let mut numbered = std::mem::take(&mut self.numbered);
+        if let Err(error) = numbered.pair(&self.input(step, layout, parent), &self.base).await {
+            // The save itself reads the parent again, and deals with its damage.
+            tracing::warn!(%error, "the weights of numbered moments were not all looked for; the save goes on");
+        }
+        layout.give_params(&numbered.weights);
+        // A base cannot prove all pairs.
+        if parent.is_some() {
+            numbered.warn_of_orphans(layout);
+        }
+        self.numbered = numbered;
     }
 
     /// Whether the pipeline keeps a state that is saved against this parent, as the base of the next delta.

@@ -39,8 +39,8 @@ pub struct RankWriter {
 
 /// Encodes and uploads what one rank has of each state.
 #[derive(Debug)]
-pub(super) struct RankPart {
-    pub pipeline: SavePipeline,
+pub(crate) struct RankPart {
+    pub(super) pipeline: SavePipeline,
     pub rank: Rank,
     /// Whether no other rank saves parameters or moments.
     is_alone: bool,
@@ -58,7 +58,7 @@ struct Pending {
 
 /// Treatment of a parent that cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unreadable {
+pub(crate) enum Unreadable {
     /// Save the shards of the rank whole.
     SaveWhole,
     /// Fail: the parent may be readable at another place.
@@ -156,12 +156,12 @@ impl RankWriter {
 }
 
 impl RankPart {
-    pub(super) fn new(store: &Store, rank: Rank, options: WriterOptions) -> Self {
+    pub(crate) fn new(store: &Store, rank: Rank, options: WriterOptions) -> Self {
         Self { pipeline: SavePipeline::new(store, options), rank, is_alone: false, pending: None }
     }
 
     /// Forgets the base that is kept. The next save is a base, or reads its parent from the store.
-    pub(super) fn forget_base(&mut self) {
+    pub(crate) fn forget_base(&mut self) {
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.pending = None;
@@ -170,7 +170,7 @@ impl RankPart {
     /// Encodes and uploads a state against this parent, or whole without one. If the parent cannot be read, saves the shards
     /// whole, or fails.
     #[boxed]
-    pub(super) async fn upload(
+    pub(crate) async fn upload(
         &mut self,
         step: u64,
         mut parent: Option<&Parent>,
@@ -254,7 +254,7 @@ impl RankPart {
 
 /// The error of a job of several ranks with a precision that needs the whole state: no rank sees it, and replicas must be rounded
 /// alike.
-pub(super) fn parts_are_refused(world: u32) -> Error {
+pub(crate) fn parts_are_refused(world: u32) -> Error {
     Error::unsupported(format!(
         "the precision `auto` and settings with `sensitive` measure the whole state, but {world} ranks save parts of it; \
          use lossless, near or compact, or other settings"
@@ -264,7 +264,7 @@ pub(super) fn parts_are_refused(world: u32) -> Error {
 /// Parent of the deltas of all ranks for a snapshot of `step`, by a policy and the sizes of earlier snapshots, so that all
 /// processes choose the same. `manifests` is the store, or a mirror of it.
 #[boxed]
-pub(super) async fn decide_for_ranks(policy: Policy, log: &mut Log, manifests: &Store, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
+pub(crate) async fn decide_for_ranks(policy: Policy, log: &mut Log, manifests: &Store, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
     let max_depth = manifests.limits().max_chain_depth;
     let newest = log.state().latest().map(|latest| latest.id).filter(|_| policy == Policy::Adaptive);
     let chain = newest.and_then(|newest| chain_of(log.state(), newest, max_depth).ok()).unwrap_or_default();
@@ -276,7 +276,7 @@ pub(super) async fn decide_for_ranks(policy: Policy, log: &mut Log, manifests: &
 
 /// Opens the parent of deltas; `None` if the log does not have it, or it cannot be read.
 #[boxed]
-pub(super) async fn open_parent(store: &Store, log: &LogState, parent: Option<Id>) -> Result<Option<Parent>> {
+pub(crate) async fn open_parent(store: &Store, log: &LogState, parent: Option<Id>) -> Result<Option<Parent>> {
     match parent.filter(|id| log.by_id(*id).is_some()) {
         Some(id) => Parent::open(store, log, id).await,
         None => Ok(None),

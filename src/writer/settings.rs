@@ -11,23 +11,14 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use super::input::{ChunkRef, SaveInput};
+use super::input::{ChosenSettings, ChunkRef, SaveInput};
 use super::layout::LayoutTensor;
 use super::rounding::{stored_form, stored_form_alone};
 use crate::codec::{Chunk, Objective, ObjectiveSetting, Partner, RoundedForm, best_form};
 use crate::precision::{BoundedSetting, Rounded};
 use crate::{Error, Result, parallel};
 
-/// Settings that were chosen, by tensor name.
-#[derive(Debug, Clone, Default)]
-pub(super) struct ChosenSettings(BTreeMap<String, BoundedSetting>);
-
 impl ChosenSettings {
-    /// The setting of a tensor; `None` if its rule does not allow several.
-    pub(super) fn of(&self, tensor: &str) -> Option<BoundedSetting> {
-        self.0.get(tensor).copied()
-    }
-
     /// Chooses a setting for each tensor of a state that has none yet.
     pub(super) fn choose(&mut self, input: &SaveInput<'_>) -> Result<()> {
         let tensors = || input.layout.tensors.iter().enumerate();

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions};
 use tensorcask::precision::{PrecisionReason, Profile};
+use tensorcask::session::HostWriter;
 use tensorcask::{
-    Dtype, ErrorKind, ExistingStep, HostWriter, Latest, Metadata, Policy, Precision, PrecisionDecision, Rank, SavedSnapshot, Slice,
-    Snapshot, Store, TensorView, Writer, WriterOptions,
+    Dtype, ErrorKind, ExistingStep, Latest, Metadata, Policy, Precision, PrecisionDecision, Rank, SavedSnapshot, Slice, Snapshot, Store,
+    TensorView, Writer, WriterOptions,
 };
 
 use crate::common::wrap;

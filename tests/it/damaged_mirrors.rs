@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
-use tensorcask::maintain::{Mirror, Refill, Replica, ReplicaReport};
+use tensorcask::session::{Mirror, RankState, Refill, Replica, ReplicaReport, SessionLog};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
-use tensorcask::{ErrorKind, RankState, SessionLog, Store, StoreOptions};
+use tensorcask::{ErrorKind, Store, StoreOptions};
 
 use super::common::{objects_of, wrap};
 use super::mirrors::{Hosts, copy_all, count, memory, ranks};

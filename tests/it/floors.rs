@@ -1,5 +1,6 @@
-//! The structure of the code: modules of the library and of the engine import only from modules declared before them, and files
-//! of the engine and of the conformance suite import each other in no circle. For Python, see `python/tests/test_modules.py`.
+//! The structure of the code: modules of the library and of the engine import only from modules declared before them, and the
+//! files of the library, of the engine and of the conformance suite import each other in no circle. For Python, see
+//! `python/tests/test_modules.py`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,10 +9,14 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 type Names = Vec<String>;
 
-/// Paths that a file names (`crate::a::B`, `super::C`), each from the crate's root, and the names that it re-exports with their origin.
+/// Paths that a file names (`crate::a::B`, `super::C`), each from the crate's root.
 #[derive(Default)]
 struct Source {
+    /// All paths.
     paths: BTreeSet<Names>,
+    /// Paths without those that a module only shows, by a `pub use` beside its submodules.
+    needed: BTreeSet<Names>,
+    /// Names that other files can reach through this one, with their origin.
     reexports: BTreeMap<String, Names>,
 }
 
@@ -53,7 +58,8 @@ fn absolute(module: &[String], children: &BTreeSet<String>, path: &[String]) -> 
     let (mut at, mut rest) = match path.first()?.as_str() {
         "crate" => (vec![], &path[1..]),
         "super" | "self" => (module.to_vec(), path),
-        child if children.contains(child) => (module.to_vec(), path),
+        // One name alone is a field or a variable that is called like a module.
+        child if children.contains(child) && path.len() > 1 => (module.to_vec(), path),
         _ => return None,
     };
     while let Some("super" | "self") = rest.first().map(String::as_str) {
@@ -81,18 +87,24 @@ fn scan(tokens: TokenStream, module: &[String], children: &BTreeSet<String>, sou
                 if let Some(inner) = inner {
                     scan(group.stream(), &inner, children, source);
                 }
-                String::new()
+                // `pub(crate)` is like `pub`.
+                if last[1] == "pub" { last[1].clone() } else { String::new() }
             }
             _ => String::new(),
         };
         let begins = matches!(text.as_str(), "crate" | "super" | "self") || children.contains(&text);
         if begins && last[1] != "pub" && last[1] != "mod" {
-            let is_reexport = last[1] == "use" && last[0] != "use";
+            let is_use = last[1] == "use";
+            let is_reexport = is_use && last[0] == "pub";
             let mut found = Vec::new();
             expand(&mut tokens, vec![], &mut found);
             for path in found.iter().filter_map(|path| absolute(module, children, path)) {
-                if let Some(name) = path.last().filter(|_| is_reexport) {
+                // Submodules also reach what a module imports for itself.
+                if let Some(name) = path.last().filter(|_| is_use) {
                     source.reexports.insert(name.clone(), path.clone());
+                }
+                if !is_reexport || children.is_empty() {
+                    source.needed.insert(path.clone());
                 }
                 source.paths.insert(path);
             }
@@ -153,28 +165,46 @@ fn file_of(sources: &BTreeMap<Names, Source>, path: &[String]) -> Names {
     path
 }
 
-/// Files by the files that they import.
-fn imports(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
-    let sources = sources(root);
+/// Files by the files that they name, all paths or those that `paths` chooses.
+fn graph(sources: &BTreeMap<Names, Source>, paths: fn(&Source) -> &BTreeSet<Names>) -> BTreeMap<String, BTreeSet<String>> {
     let edges = |(module, source): (&Names, &Source)| {
-        let targets = source.paths.iter().map(|path| file_of(&sources, path)).filter(|target| target != module);
+        let targets = paths(source).iter().map(|path| file_of(sources, path)).filter(|target| target != module);
         (module.join("::"), targets.map(|target| target.join("::")).collect())
     };
     sources.iter().map(edges).collect()
 }
 
-/// The nodes of a graph that lie on circles: those that remain when all without imports, or without importers, are taken away.
-fn circles(mut graph: BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
-    loop {
-        let imported: BTreeSet<String> = graph.values().flatten().cloned().collect();
-        let before = graph.len();
-        graph.retain(|node, imports| !imports.is_empty() && imported.contains(node));
-        let left: BTreeSet<String> = graph.keys().cloned().collect();
-        graph.values_mut().for_each(|imports| imports.retain(|node| left.contains(node)));
-        if graph.len() == before {
-            return left;
+/// Files by the files that they import or re-export.
+fn imports(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    graph(&sources(root), |source| &source.paths)
+}
+
+/// Files by the files that they need. A `pub use` in the file of a module with submodules (`mod.rs`, `lib.rs`) does not count: it
+/// shows names of other files and needs none of them.
+fn needs(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    graph(&sources(root), |source| &source.needed)
+}
+
+/// All files that a file leads to in a graph; itself only if it lies on a circle.
+fn reached<'g>(graph: &'g BTreeMap<String, BTreeSet<String>>, file: &str) -> BTreeSet<&'g str> {
+    let of = |file: &str| graph.get(file).into_iter().flatten().map(String::as_str);
+    let mut reached: BTreeSet<&str> = BTreeSet::new();
+    let mut next: Vec<&str> = of(file).collect();
+    while let Some(file) = next.pop() {
+        if reached.insert(file) {
+            next.extend(of(file));
         }
     }
+    reached
+}
+
+/// The edges of a graph that lie on circles: the end leads back to the start.
+fn circles(graph: &BTreeMap<String, BTreeSet<String>>) -> BTreeMap<&str, Vec<&str>> {
+    let reached: BTreeMap<&str, BTreeSet<&str>> = graph.keys().map(|file| (file.as_str(), reached(graph, file))).collect();
+    let back = |from: &str, to: &str| reached.get(to).is_some_and(|files| files.contains(from));
+    let edges =
+        graph.iter().map(|(from, to)| (from.as_str(), to.iter().map(String::as_str).filter(|to| back(from, to)).collect::<Vec<_>>()));
+    edges.filter(|(_, to)| !to.is_empty()).collect()
 }
 
 fn folder(name: &str) -> std::path::PathBuf {
@@ -261,11 +291,29 @@ fn only_tests_import_all_names_of_their_parent() {
 }
 
 #[test]
-fn files_of_the_engine_and_the_conformance_suite_import_in_no_circle() {
-    for crate_folder in ["engine/src", "conformance/src"] {
-        let graph = imports(&folder(crate_folder));
-        let on_circles = circles(graph.clone());
-        let among = |(from, to): &(&String, &BTreeSet<String>)| on_circles.contains(*from) && !to.is_disjoint(&on_circles);
-        assert!(on_circles.is_empty(), "{crate_folder}: {:#?}", graph.iter().filter(among).collect::<Vec<_>>());
+fn files_of_the_library_the_engine_and_the_conformance_suite_import_in_no_circle() {
+    for crate_folder in ["src", "engine/src", "conformance/src"] {
+        let needs = needs(&folder(crate_folder));
+        let found = circles(&needs);
+        assert!(found.is_empty(), "files of {crate_folder} import each other in a circle: {found:#?}");
     }
+}
+
+#[test]
+fn a_circle_of_files_is_found() {
+    let scratch = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(scratch.path().join(name), text).unwrap();
+    std::fs::create_dir(scratch.path().join("module")).unwrap();
+    write("lib.rs", "mod module;\npub use module::Thing;\n");
+    write("module/helper.rs", "pub struct Helper;\n");
+    // The parent shows both files. Only what it needs itself makes a circle.
+    let shown = "mod helper;\nmod thing;\npub(crate) use helper::Helper;\npub use thing::Thing;\n";
+    for (text, expected) in [("", vec![]), ("use thing::Thing;\npub struct Shared(Thing);\n", vec!["module", "module::thing"])] {
+        write("module/mod.rs", &format!("{shown}{text}"));
+        write("module/thing.rs", "use super::{Helper, Shared};\npub struct Thing;\n");
+        assert_eq!(circles(&needs(scratch.path())).into_keys().collect::<Vec<_>>(), expected, "{text}");
+    }
+    write("module/mod.rs", shown);
+    write("module/helper.rs", "pub struct Helper(super::Thing);\n");
+    assert_eq!(circles(&needs(scratch.path())).into_keys().collect::<Vec<_>>(), ["module::helper", "module::thing"]);
 }

@@ -3,9 +3,10 @@
 
 use std::path::Path;
 
-use tensorcask::maintain::{self, Mirror, VerifyOptions};
+use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::session::{HostWriter, LeaderWriter, Mirror, RankState, SessionExchange, SessionLog};
 use tensorcask::wire::{Id, Leader, Receipt, SessionName};
-use tensorcask::{ErrorKind, HostWriter, LeaderWriter, Metadata, RankState, SessionExchange, SessionLog, Slice, Store, StoreOptions};
+use tensorcask::{ErrorKind, Metadata, Slice, Store, StoreOptions};
 
 use super::common::objects_of;
 use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};

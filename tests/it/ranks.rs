@@ -12,11 +12,11 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::session::RankExchange;
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Receipt;
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankExchange, RankWriter, Rect, Slice, Store, TensorView,
-    WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankWriter, Rect, Slice, Store, TensorView, WriterOptions,
 };
 
 const COLUMNS: u64 = 512;

@@ -6,10 +6,10 @@ use std::time::Duration;
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
+use tensorcask::session::{ContinuedSession, HostWriter, KnownLog, LeaderWriter, RankState, SessionExchange, SessionLog};
 use tensorcask::wire::{Id, Leader, RankRange, Receipt, SessionStep};
 use tensorcask::{
-    ContinuedSession, Dtype, ErrorKind, HostWriter, KnownLog, Latest, LeaderWriter, Limits, Metadata, Policy, RankState, Rect,
-    SavedSnapshot, SessionExchange, SessionLog, Slice, Store, StoreOptions, TensorView, WriterOptions,
+    Dtype, ErrorKind, Latest, Limits, Metadata, Policy, Rect, SavedSnapshot, Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
 pub(super) const HOSTS: u32 = 3;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use tensorcask::maintain::{Mirror, Refill};
+use tensorcask::session::{Mirror, Refill};
 use tensorcask::wire::{SessionName, SessionStep};
 use tensorcask::{Result, Store};
 

@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
-use tensorcask::maintain::Mirror;
+use tensorcask::session::{Mirror, SessionExchange};
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, Result, SessionExchange, Store};
+use tensorcask::{Error, ErrorKind, Result, Store};
 
 use super::host_work::HostWork;
 use super::run::Run;

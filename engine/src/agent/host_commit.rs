@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::maintain::Mirror;
+use tensorcask::session::{LeaderWriter, Mirror, RankSet, SessionExchange, SessionLog, SessionSurvey};
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, SessionSurvey, Store, WriterOptions};
+use tensorcask::{Error, ErrorKind, Result, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork, has_arenas};

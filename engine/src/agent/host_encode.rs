@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::maintain::Mirror;
+use tensorcask::session::{HostWriter, Mirror, RankState};
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
+use tensorcask::{Error, ErrorKind, Metadata, Result, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final, saves_of, tensors_with_rows};

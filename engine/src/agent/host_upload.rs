@@ -6,9 +6,9 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tensorcask::maintain::Mirror;
+use tensorcask::session::{Mirror, SessionExchange};
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{ErrorKind, Result, SessionExchange, Store};
+use tensorcask::{ErrorKind, Result, Store};
 use tokio::sync::OnceCell;
 use tokio::sync::mpsc::UnboundedReceiver;
 

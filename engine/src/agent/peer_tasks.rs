@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::maintain::Replica;
-use tensorcask::{ErrorKind, ReceiptProof, Result, SessionLog};
+use tensorcask::session::{ReceiptProof, Replica, SessionLog};
+use tensorcask::{ErrorKind, Result};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 

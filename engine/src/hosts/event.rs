@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use tensorcask::SnapshotRecord;
+use tensorcask::session::{LeaderState, Leadership};
 use tensorcask::wire::{Id, Leader, SessionStep};
-use tensorcask::{LeaderState, Leadership, SnapshotRecord};
 
 /// The log of the store, as a host has read it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -18,7 +18,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tensorcask::LeaderRefusal;
+use tensorcask::session::LeaderRefusal;
 use tensorcask::wire::{Id, Leader, SessionStep};
 
 use super::event::{Action, Event, LogView, Request, SurveyedStep, is_passed};

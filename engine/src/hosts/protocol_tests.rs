@@ -1,6 +1,6 @@
 //! Tests of single transitions of a host.
 
-use tensorcask::Leadership;
+use tensorcask::session::Leadership;
 use tensorcask::wire::{Id, Leader, SessionStep};
 
 use super::{HostOptions, HostProtocol, waiting};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tensorcask::Leadership;
+use tensorcask::session::Leadership;
 use tensorcask::wire::{Id, Leader, SessionStep};
 
 use super::event::LogView;

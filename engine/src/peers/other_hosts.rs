@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use futures::stream::{StreamExt, TryStreamExt};
 use object_store::{Error as ObjectError, ObjectMeta};
-use tensorcask::{Error, ErrorKind, ReceiptProof, Result};
+use tensorcask::session::ReceiptProof;
+use tensorcask::{Error, ErrorKind, Result};
 
 use super::{CheckedPlace, MEETING, Peer, Place, Placement, ResponseLimits, TOLERATED_LOSSES, Tls, signed_receipts};
 use crate::run::spec::RunSpec;

@@ -19,8 +19,9 @@ use object_store::{
     CopyOptions, Error as ObjectError, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as ObjectResult,
 };
+use tensorcask::session::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};
 use tensorcask::wire::{Digest, RankRange};
-use tensorcask::{Error, Limits, MAX_RECEIPT_PROOF_BYTES, ReceiptProof, Result, receipt_proof_path};
+use tensorcask::{Error, Limits, Result};
 
 use super::signature::Signature;
 use super::tls::Tls;

@@ -6,8 +6,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use tensorcask::session::RankOffer;
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, RankOffer, Result};
+use tensorcask::{Error, ErrorKind, Result};
 
 /// Result of an agreement.
 #[derive(Debug, Clone, PartialEq, Eq)]

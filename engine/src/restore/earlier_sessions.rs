@@ -4,8 +4,9 @@
 //! found by these records.
 
 use serde::{Deserialize, Serialize};
+use tensorcask::session::KnownLog;
 use tensorcask::wire::Id;
-use tensorcask::{Error, KnownLog, Result};
+use tensorcask::{Error, Result};
 
 use super::hosts_survey::HostsSurvey;
 use crate::os::files::{list_folders, remove_folder};

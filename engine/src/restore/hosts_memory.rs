@@ -13,9 +13,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorcask::maintain::held_steps;
+use tensorcask::session::{ContinuedSession, LeaderWriter, RankSet, SessionExchange, SessionLog, held_steps};
 use tensorcask::wire::{Id, Leader, Receipt, SessionName, SessionStep};
-use tensorcask::{ContinuedSession, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tensorcask::{ErrorKind, Result, Store, WriterOptions};
 
 use super::damaged_copies::{CopyId, damaged_copies, note_damaged_copy};
 use super::earlier_sessions::{Beginning, beginnings};

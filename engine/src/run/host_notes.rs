@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
+use tensorcask::session::KnownLog;
 use tensorcask::wire::Id;
-use tensorcask::{Error, KnownLog, Result};
+use tensorcask::{Error, Result};
 
 use crate::os::files::replace_file;
 use crate::os::folders::RunFolder;

@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
-use tensorcask::maintain::Mirror;
+use tensorcask::session::{KnownLog, Mirror, SessionExchange, SessionLog};
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
+use tensorcask::{Error, ErrorKind, Result, Store};
 
 use crate::memory::stores::open_mirror;
 use crate::os::folders::{RunFolder, publish};

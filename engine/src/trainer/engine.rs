@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankOffer, Result, StepSelector, TensorView};
+use tensorcask::session::RankOffer;
+use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, StepSelector, TensorView};
 use tracing::field::Empty;
 
 use super::arena_writer::{ArenaWriter, StateView, current_session};

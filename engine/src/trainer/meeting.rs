@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tensorcask::{Error, RankExchange, RankOffer, Result};
+use tensorcask::session::{RankExchange, RankOffer};
+use tensorcask::{Error, Result};
 
 use crate::os::files::replace_file;
 use crate::os::folders::{RunFolder, publish};

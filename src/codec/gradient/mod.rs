@@ -14,12 +14,13 @@
 //! decoder searches for the shortest gradient again. So no other channel between chunks is needed than partners, and
 //! the search takes less time than reading the gradient would.
 
+mod inputs;
 pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::classes::{self, Base, Clauses};
-use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
+use super::classes::{self, Base, Clauses, TokenClasses};
+use super::residual::{self, COLUMNS_OF_MOMENT};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, MomentRule, Need, Ordered, no_gradients, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;
@@ -31,6 +32,7 @@ use crate::kernels::replay::Square;
 use crate::spare::{self, Spare};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
+use inputs::{FIRST, Squared, base_of, shorten};
 use search::{Kind, Search};
 
 /// Stores a first moment or a momentum as a gradient, and a second moment as what that gradient leaves over.
@@ -55,7 +57,6 @@ pub struct Gradient {
     momenta: Mutex<Search>,
 }
 
-const FIRST: &str = "exp_avg";
 const MOMENTUM: &str = "momentum";
 const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
@@ -79,37 +80,6 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
         Dtype::F32 => Ok(()),
         _ => Err(Error::corrupt(format!("gradients of {dtype}")).clause("gradient 1")),
     }
-}
-
-/// Chunk of a second moment, and the first moments.
-#[derive(Debug, Clone, Copy)]
-struct Squared<'a> {
-    base: &'a [u8],
-    before: &'a [u8],
-    now: &'a [u8],
-}
-
-impl<'a> Squared<'a> {
-    fn of(chunk: &'a Chunk<'_>, base: &'a [u8]) -> Option<Self> {
-        let partner = chunk.partner(FIRST).filter(|partner| partner.dtype == Dtype::F32)?;
-        let before = partner.base.filter(|before| before.len() == partner.data.len())?;
-        Some(Self { base, before, now: partner.data })
-    }
-
-    fn replay(&self, by: (First, Second), out: &mut [u8]) {
-        kernel::shorten(self.before, self.now, by.0, out);
-        kernel::square(self.base, self.before, self.now, by, out);
-    }
-}
-
-/// Base of a chunk that this codec may take.
-fn base_of<'a>(chunk: &Chunk<'a>) -> Option<&'a [u8]> {
-    chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)
-}
-
-/// Fills `out` with the shortest gradients.
-fn shorten(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
-    if by.is_sum() { kernel::shorten_sum(before, now, by, out) } else { kernel::shorten(before, now, by, out) }
 }
 
 impl Gradient {

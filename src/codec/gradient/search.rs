@@ -18,8 +18,8 @@
 use std::ops::Range;
 
 use super::super::adam::{candidates, glance, second_beta};
-use super::super::residual::ONE_CLASS_PERCENT;
-use super::{Squared, shorten};
+use super::super::classes::ONE_CLASS_PERCENT;
+use super::inputs::{Squared, shorten};
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;
 use crate::kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};

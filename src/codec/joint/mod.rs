@@ -15,21 +15,26 @@
 //! The writer finds the gradient from the weight, in which it leaves more bits than in a moment of 8. Readers need no
 //! search.
 
+mod inputs;
+mod rule;
 mod search;
+mod states;
 
 use std::sync::{Mutex, PoisonError};
 
+use super::classes::TokenClasses;
 use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, Need, Ordered, Partner, no_gradients, sample};
 use crate::kernels::floats::{narrow_to, widen};
-use crate::kernels::gradient::Second;
 use crate::kernels::joint::{self as kernel, Before, Joint as Step, States};
-use crate::spare::{MaybeSpare, Spare};
+use crate::spare::Spare;
 use crate::tensor::is_parameter;
-use crate::wire::Cursor;
 use crate::{Dtype, Error, Result};
+use inputs::{FIRST, Inputs, SECOND, WEIGHTS, base_of, cut_of, is_number, replay};
+use rule::{Found, Rule, STEP_BYTES};
 use search::Search;
+use states::OwnStates;
 
 /// Stores a first moment of few bits as a gradient, and a second moment or a weight as what that gradient leaves over.
 ///
@@ -48,10 +53,6 @@ pub struct Joint {
     search: Mutex<Search>,
 }
 
-const FIRST: &str = "exp_avg";
-const SECOND: &str = "exp_avg_sq";
-/// Roles of the weights, the most precise first.
-const WEIGHTS: [&str; 2] = ["master", "model"];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: false, gradient: true }];
 const NEEDS_OF_WEIGHTS: &[Need] = &[Need { role: FIRST, base: true, gradient: true }, Need::both(SECOND)];
 const HINTS_OF_FIRST: &[Need] = &[Need::both(WEIGHTS[0]), Need::both(WEIGHTS[1]), Need::both(SECOND)];
@@ -69,104 +70,6 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
 
 fn unfit() -> Error {
     Error::invalid("needs f32 or bf16, a base, and the partners of the role")
-}
-
-/// Number of low bits that are zero in every number of a type, widened to f32.
-fn cut_of(dtype: Dtype) -> u32 {
-    if dtype == Dtype::Bf16 { 16 } else { 0 }
-}
-
-fn is_number(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::Bf16)
-}
-
-/// Base and partners of a chunk of weights or second moments, as f32: a replay takes these.
-struct Inputs<'a> {
-    base: MaybeSpare<'a>,
-    gradients: &'a [u8],
-    /// Both moments of the parent, for weights.
-    moments: Option<(MaybeSpare<'a>, MaybeSpare<'a>)>,
-}
-
-/// Form and numbers of a replay.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Rule {
-    Step(Step),
-    Moment(Second),
-}
-
-impl<'a> Inputs<'a> {
-    /// Inputs of a chunk of the role. `None` without a partner, or with one of another type.
-    fn of(role: &str, dtype: Dtype, base: &'a [u8], partner: impl Fn(&'static str) -> Option<&'a Partner<'a>>) -> Option<Result<Self>> {
-        let count = base.len() / dtype.unit_bytes();
-        let gradients = partner(FIRST)?.gradient.filter(|gradients| gradients.len() == 4 * count)?;
-        let before = |role| {
-            let partner = partner(role).filter(|partner| is_number(partner.dtype))?;
-            let base = partner.base.filter(|base| base.len() == count * partner.dtype.unit_bytes())?;
-            Some(widen(partner.dtype, base))
-        };
-        let moments = if is_parameter(role) { Some((before(FIRST)?, before(SECOND)?)) } else { None };
-        let widened = || {
-            let moments = moments.map(|(first, second)| Ok::<_, Error>((first?, second?))).transpose()?;
-            Ok(Self { base: widen(dtype, base)?, gradients, moments })
-        };
-        Some(widened())
-    }
-
-    /// The same for the elements of [`sample`].
-    fn sampled(&self) -> Sampled {
-        let of = |data: &[u8]| sample(data, 4).into_owned();
-        let moments = self.moments.as_ref().map(|(first, second)| (of(first), of(second)));
-        Sampled { base: of(&self.base), gradients: of(self.gradients), moments }
-    }
-
-    fn lent(&self) -> Lent<'_> {
-        Lent { base: &self.base, gradients: self.gradients, moments: self.moments.as_ref().map(|(first, second)| [&**first, &**second]) }
-    }
-}
-
-/// Inputs of a few elements.
-struct Sampled {
-    base: Vec<u8>,
-    gradients: Vec<u8>,
-    moments: Option<(Vec<u8>, Vec<u8>)>,
-}
-
-impl Sampled {
-    fn lent(&self) -> Lent<'_> {
-        let moments = self.moments.as_ref().map(|(first, second)| [first.as_slice(), second.as_slice()]);
-        Lent { base: &self.base, gradients: &self.gradients, moments }
-    }
-}
-
-/// Inputs of a replay, as f32.
-#[derive(Clone, Copy)]
-struct Lent<'a> {
-    base: &'a [u8],
-    gradients: &'a [u8],
-    moments: Option<[&'a [u8]; 2]>,
-}
-
-impl Lent<'_> {
-    /// Replays a step, as f32 of the type's precision.
-    fn replay(self, rule: Rule, dtype: Dtype, out: &mut [u8]) {
-        match (rule, self.moments) {
-            (Rule::Step(by), Some([first, second])) => {
-                kernel::weights(Before { weights: self.base, first, second }, self.gradients, by, out);
-            }
-            (Rule::Moment(by), _) => kernel::squares(self.base, self.gradients, by, out),
-            // Callers pass the rule of their inputs.
-            (Rule::Step(_), None) => out.fill(0),
-        }
-        kernel::cut_all(cut_of(dtype), out);
-    }
-}
-
-/// Rule that a search found.
-struct Found {
-    rule: Rule,
-    /// Percentage of elements that it gives exactly.
-    exact_percent: usize,
 }
 
 impl Joint {
@@ -261,143 +164,6 @@ fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], gradients: O
     match columns.dtype {
         Dtype::Bf16 => gradient::decode_first(columns, base, out, gradients),
         dtype => Err(Error::corrupt(format!("a first moment of {dtype}")).clause("joint 1")),
-    }
-}
-
-/// Fills `out` with replayed elements of the type.
-fn replay(inputs: &Inputs<'_>, rule: Rule, dtype: Dtype, out: &mut [u8]) -> Result<()> {
-    if dtype == Dtype::F32 {
-        inputs.lent().replay(rule, dtype, out);
-        return Ok(());
-    }
-    let mut wide = Spare::new(inputs.base.len(), "replayed elements")?;
-    inputs.lent().replay(rule, dtype, &mut wide);
-    narrow_to(dtype, &wide, out);
-    Ok(())
-}
-
-/// Both states of a parameter, as f32.
-struct OwnStates<'a> {
-    before_weights: MaybeSpare<'a>,
-    before_first: MaybeSpare<'a>,
-    before_second: MaybeSpare<'a>,
-    weights: MaybeSpare<'a>,
-    first: MaybeSpare<'a>,
-    second: MaybeSpare<'a>,
-    cuts: [u32; 3],
-}
-
-impl<'a> OwnStates<'a> {
-    /// States of a chunk of first moments and of its partners. Numbers of a partner that is missing are zero.
-    fn of(chunk: &'a Chunk<'_>, base: &'a [u8]) -> Result<Self> {
-        let whole = |role: &str| {
-            let partner = chunk.partner(role).filter(|partner| is_number(partner.dtype))?;
-            Some((partner.dtype, partner.base.filter(|base| base.len() == partner.data.len())?, partner.data))
-        };
-        let count = base.len() / chunk.dtype.unit_bytes();
-        let wide = |found: Option<(Dtype, &'a [u8], &'a [u8])>| match found {
-            Some((dtype, before, now)) => Ok((widen(dtype, before)?, widen(dtype, now)?, cut_of(dtype))),
-            None => Ok::<_, Error>((zeros(count)?, zeros(count)?, 0)),
-        };
-        let (before_weights, weights, weight_cut) = wide(WEIGHTS.iter().find_map(|role| whole(role)))?;
-        let (before_second, second, second_cut) = wide(whole(SECOND))?;
-        let (before_first, first, first_cut) = wide(Some((chunk.dtype, base, chunk.data)))?;
-        let cuts = [weight_cut, first_cut, second_cut];
-        Ok(Self { before_weights, before_first, before_second, weights, first, second, cuts })
-    }
-
-    fn lent(&self) -> States<'_> {
-        let [weight_cut, first_cut, second_cut] = self.cuts;
-        let before = Before { weights: &self.before_weights, first: &self.before_first, second: &self.before_second };
-        States { before, weights: &self.weights, first: &self.first, second: &self.second, weight_cut, first_cut, second_cut }
-    }
-
-    /// The elements of [`sample`].
-    fn sampled(&self) -> FewStates {
-        FewStates::of(self.lent(), |data| sample(data, 4).into_owned())
-    }
-}
-
-/// Both states of a few elements.
-struct FewStates {
-    before: [Vec<u8>; 3],
-    weights: Vec<u8>,
-    first: Vec<u8>,
-    second: Vec<u8>,
-    cuts: [u32; 3],
-}
-
-impl FewStates {
-    fn of(states: States<'_>, few: impl Fn(&[u8]) -> Vec<u8>) -> Self {
-        let States { before, weights, first, second, weight_cut, first_cut, second_cut } = states;
-        Self {
-            before: [before.weights, before.first, before.second].map(&few),
-            weights: few(weights),
-            first: few(first),
-            second: few(second),
-            cuts: [weight_cut, first_cut, second_cut],
-        }
-    }
-
-    fn lent(&self) -> States<'_> {
-        let ([weights, first, second], [weight_cut, first_cut, second_cut]) = (&self.before, self.cuts);
-        let before = Before { weights, first, second };
-        States { before, weights: &self.weights, first: &self.first, second: &self.second, weight_cut, first_cut, second_cut }
-    }
-}
-
-/// Numbers of a partner that is missing.
-fn zeros<'a>(count: usize) -> Result<MaybeSpare<'a>> {
-    let mut zeros = Spare::new(4 * count, "numbers")?;
-    zeros.fill(0);
-    Ok(MaybeSpare::Own(zeros))
-}
-
-/// Base of a chunk that this codec may take.
-fn base_of<'a>(chunk: &Chunk<'a>) -> Option<&'a [u8]> {
-    chunk.whole_base().filter(|_| is_number(chunk.dtype))
-}
-
-/// Bytes of the column `step`: forms and numbers of a step, of a first and of a second moment.
-const STEP_BYTES: usize = 36;
-
-impl Rule {
-    /// Name of its column.
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Step(_) => COLUMNS_OF_STEP[0],
-            Self::Moment(_) => COLUMNS_OF_MOMENT[0],
-        }
-    }
-
-    /// The column: forms and numbers.
-    fn column(&self) -> Vec<u8> {
-        let mut column = Vec::with_capacity(STEP_BYTES);
-        let second = match self {
-            Self::Step(by) => {
-                super::replay::put_step(by.step, &mut column);
-                gradient::put_blend(by.first, &mut column);
-                by.second
-            }
-            Self::Moment(second) => *second,
-        };
-        gradient::put_second(second, &mut column);
-        column
-    }
-
-    fn read(column: &[u8], is_step: bool) -> Result<Self> {
-        let mut cursor = Cursor::new(column, "forms and numbers");
-        let mut read = || match is_step {
-            true => {
-                let step = super::replay::read_step(&mut cursor)?;
-                let first = gradient::read_blend(&mut cursor)?;
-                Ok(Self::Step(Step { first, second: gradient::read_second(&mut cursor)?, step }))
-            }
-            false => Ok(Self::Moment(gradient::read_second(&mut cursor)?)),
-        };
-        let rule = read().map_err(|e: Error| e.clause("joint 3"))?;
-        cursor.finish().map_err(|e| e.clause("joint 3"))?;
-        Ok(rule)
     }
 }
 

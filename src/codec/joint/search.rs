@@ -11,12 +11,14 @@
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::gradient::search::{elect, mantissa};
 use super::super::replay::search::step as step_of;
-use super::{FewStates, Found, Lent, Rule, Step};
+use super::inputs::Lent;
+use super::rule::{Found, Rule};
+use super::states::FewStates;
 use crate::Dtype;
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::{floats, unit, widen};
 use crate::kernels::gradient::{Blend, First, Scale, Second};
-use crate::kernels::joint::{self as kernel, Solved, States};
+use crate::kernels::joint::{self as kernel, Joint as Step, Solved, States};
 use crate::kernels::replay::{self as replays, Divisor, Square, Update};
 
 /// Steps that were found last, the most recent first, and the number of chunks to pass over before the next search.

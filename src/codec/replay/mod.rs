@@ -15,17 +15,21 @@
 //! alone; see `search`. All chunks of a parameter group share them, so the codec remembers the last ones that it found
 //! and tries those first. They decide how many bytes a chunk takes, never what it decodes to.
 
+mod inputs;
+pub(super) mod rule;
 pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
-use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
+use super::classes::TokenClasses;
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered};
+use crate::kernels::replay::{Moment, Step};
 use crate::spare::Spare;
 use crate::tensor::is_parameter;
-use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
+use inputs::{FIRST, Inputs, SECOND, before, now};
+use rule::{Rule, STEP_BYTES, read_moment, read_step_column};
 use search::Known;
 
 /// Stores the difference between each element and its replay.
@@ -52,8 +56,6 @@ pub struct Replay {
     moments: Mutex<Known<Moment>>,
 }
 
-const FIRST: &str = "exp_avg";
-const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_PARAMETER: &[Need] = &[Need::now(FIRST), Need::now(SECOND)];
 const NEEDS_OF_SECOND: &[Need] = &[Need::both(FIRST)];
 
@@ -61,87 +63,6 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::F32 => Ok(()),
         _ => Err(Error::corrupt(format!("a replay of {dtype}")).clause("replay 1")),
-    }
-}
-
-/// Inputs of a replay.
-#[derive(Debug, Clone, Copy)]
-enum Inputs<'a> {
-    /// Earlier weights, and both moments after the step.
-    Step { weights: &'a [u8], first: &'a [u8], second: &'a [u8] },
-    /// Earlier second moments, and the first moments before and after the step.
-    Moment { second: &'a [u8], before: &'a [u8], now: &'a [u8] },
-}
-
-/// Form and numbers of a replay.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Rule {
-    Step(Step),
-    Moment(Moment),
-}
-
-/// The partner's elements, if they are f32.
-fn now<'a>(partner: Option<&'a Partner<'a>>) -> Option<&'a [u8]> {
-    partner.filter(|partner| partner.dtype == Dtype::F32).map(|partner| partner.data)
-}
-
-/// The partner's elements in the parent, if they are f32.
-fn before<'a>(partner: Option<&'a Partner<'a>>) -> Option<&'a [u8]> {
-    let partner = partner.filter(|partner| partner.dtype == Dtype::F32)?;
-    partner.base.filter(|base| base.len() == partner.data.len())
-}
-
-impl<'a> Inputs<'a> {
-    fn of(chunk: &'a Chunk<'_>) -> Option<Self> {
-        let base = chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)?;
-        match chunk.role {
-            role if is_parameter(role) => {
-                Some(Self::Step { weights: base, first: now(chunk.partner(FIRST))?, second: now(chunk.partner(SECOND))? })
-            }
-            SECOND => Some(Self::Moment { second: base, before: before(chunk.partner(FIRST))?, now: now(chunk.partner(FIRST))? }),
-            _ => None,
-        }
-    }
-
-    /// Replays the step. `out` has the length of the inputs.
-    fn replay(&self, rule: Rule, out: &mut [u8]) {
-        match (*self, rule) {
-            (Self::Step { weights, first, second }, Rule::Step(by)) => kernel::step(weights, first, second, by, out),
-            (Self::Moment { second, before, now }, Rule::Moment(by)) => kernel::moment(second, before, now, by, out),
-            // Callers pass the rule of their inputs.
-            _ => out.fill(0),
-        }
-    }
-
-    /// Rule for a chunk whose rule is not found again, because threads share the rules that were found. Any rule
-    /// restores every bit; the right one takes few bytes.
-    fn usual_rule(&self) -> Rule {
-        match self {
-            Self::Step { .. } => {
-                let (update, divisor) = (Update::ScaleFirst, Divisor::Divided);
-                Rule::Step(Step { update, divisor, decay: 1.0, scale: 0.0, correction: 1.0, epsilon: 1e-8 })
-            }
-            Self::Moment { .. } => Rule::Moment(Moment { square: Square::Fused, decay: 0.95, share: 0.05, weight: 0.1 }),
-        }
-    }
-
-    /// Replays the elements of [`sample`].
-    fn replay_sample(&self, rule: Rule) -> Vec<u8> {
-        let run = |inputs: Inputs<'_>, bytes: usize| {
-            let mut out = vec![0; bytes];
-            inputs.replay(rule, &mut out);
-            out
-        };
-        match *self {
-            Self::Step { weights, first, second } => {
-                let [weights, first, second] = [weights, first, second].map(|data| sample(data, 4));
-                run(Inputs::Step { weights: &weights, first: &first, second: &second }, weights.len())
-            }
-            Self::Moment { second, before, now } => {
-                let [second, before, now] = [second, before, now].map(|data| sample(data, 4));
-                run(Inputs::Moment { second: &second, before: &before, now: &now }, second.len())
-            }
-        }
     }
 }
 
@@ -247,80 +168,6 @@ impl Codec for Replay {
         inputs.replay(rule, out);
         residual::decode(rest, out)
     }
-}
-
-/// Bytes of column `step`: two forms and four numbers.
-const STEP_BYTES: usize = 18;
-
-impl Rule {
-    /// Name of its column.
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Step(_) => COLUMNS_OF_STEP[0],
-            Self::Moment(_) => COLUMNS_OF_MOMENT[0],
-        }
-    }
-
-    /// The column: codes of the forms, then the numbers.
-    fn column(&self) -> Vec<u8> {
-        let mut column = Vec::with_capacity(STEP_BYTES);
-        let numbers: &[f32] = match self {
-            Self::Step(step) => {
-                put_step(*step, &mut column);
-                &[]
-            }
-            Self::Moment(moment) => {
-                column.put_u8(code_of(&Square::ALL, &moment.square));
-                &[moment.decay, moment.share, moment.weight]
-            }
-        };
-        numbers.iter().for_each(|number| column.put_u32(number.to_bits()));
-        column
-    }
-}
-
-/// Code of a form: its position in the table of the spec.
-fn code_of<T: PartialEq>(all: &[T], form: &T) -> u8 {
-    all.iter().position(|known| known == form).unwrap_or(0) as u8
-}
-
-fn form<T: Copy>(all: &[T], code: u8) -> Result<T> {
-    let found = all.get(usize::from(code)).copied();
-    found.ok_or_else(|| Error::corrupt(format!("form {code}; the last one known is {}", all.len() - 1)))
-}
-
-/// Writes the forms and numbers of a step: 18 bytes.
-pub(super) fn put_step(step: Step, column: &mut Vec<u8>) {
-    column.put_u8(code_of(&Update::ALL, &step.update));
-    column.put_u8(code_of(&Divisor::ALL, &step.divisor));
-    [step.decay, step.scale, step.correction, step.epsilon].into_iter().for_each(|number| column.put_u32(number.to_bits()));
-}
-
-/// Inverts [`put_step`].
-pub(super) fn read_step(cursor: &mut Cursor<'_>) -> Result<Step> {
-    let (update, divisor) = (cursor.u8()?, cursor.u8()?);
-    let [decay, scale, correction, epsilon] = [cursor.u32()?, cursor.u32()?, cursor.u32()?, cursor.u32()?].map(f32::from_bits);
-    Ok(Step { update: form(&Update::ALL, update)?, divisor: form(&Divisor::ALL, divisor)?, decay, scale, correction, epsilon })
-}
-
-fn read_step_column(column: &[u8]) -> Result<Rule> {
-    let mut cursor = Cursor::new(column, "forms and numbers");
-    let step = read_step(&mut cursor).map_err(|e| e.clause("replay 3"))?;
-    cursor.finish().map_err(|e| e.clause("replay 3"))?;
-    Ok(Rule::Step(step))
-}
-
-fn read_moment(column: &[u8]) -> Result<Rule> {
-    let mut cursor = Cursor::new(column, "forms and numbers");
-    let mut read = || -> Result<(u8, [f32; 3])> {
-        let code = cursor.u8()?;
-        let numbers = [cursor.u32()?, cursor.u32()?, cursor.u32()?];
-        Ok((code, numbers.map(f32::from_bits)))
-    };
-    let (square, [decay, share, weight]) = read().map_err(|e| e.clause("replay 3"))?;
-    cursor.finish().map_err(|e| e.clause("replay 3"))?;
-    let square = form(&Square::ALL, square).map_err(|e| e.clause("replay 3"))?;
-    Ok(Rule::Moment(Moment { square, decay, share, weight }))
 }
 
 #[cfg(test)]

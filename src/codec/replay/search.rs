@@ -10,7 +10,8 @@
 
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::predict::log2_about;
-use super::{Inputs, Rule};
+use super::inputs::Inputs;
+use super::rule::Rule;
 use crate::kernels::floats::floats;
 use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 

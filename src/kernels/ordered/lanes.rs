@@ -1,10 +1,11 @@
 //! Differences, tokens and extra bits in blocks. Lanes have the narrowest type that fits: a vector holds twice as many
 //! 16-bit lanes as 32-bit lanes.
 
-use super::{LITERALS, extra_bits};
-
 /// Number of elements per step, so that all that is computed of them stays in the first-level cache.
 pub(super) const BLOCK: usize = 1024;
+
+/// Zigzag differences below this value are tokens themselves.
+pub(super) const LITERALS: u32 = 16;
 
 /// Unsigned integer of `W` bytes, in the byte order of elements.
 pub(super) trait Unit<const W: usize>: Copy {
@@ -29,6 +30,12 @@ macro_rules! unit {
 unit!(u8, 1);
 unit!(u16, 2);
 unit!(u32, 4);
+
+/// Returns the number of extra bits of a token.
+#[inline(always)]
+pub(crate) fn extra_bits(token: u8) -> u32 {
+    u32::from((token >> 3).max(1).wrapping_sub(1))
+}
 
 /// Returns the token of a difference. A token of 16 or more holds the position of the top bit and the next three bits.
 #[inline(always)]
@@ -90,9 +97,8 @@ pub(super) fn find(tokens: &[u8; 64], least: u8) -> u64 {
 macro_rules! lanes {
     ($name:ident, $lane:ty, $signed:ty) => {
         pub(super) mod $name {
-            use super::{BLOCK, Unit, are_few, count_from, extra_bits, for_each_from, token};
             use crate::kernels::bits::{BitAppender, BitReader};
-            use crate::kernels::ordered::LITERALS;
+            use crate::kernels::ordered::lanes::{BLOCK, LITERALS, Unit, are_few, count_from, extra_bits, for_each_from, token};
 
             const BITS: u32 = <$lane>::BITS;
             /// Number of lanes in a word.

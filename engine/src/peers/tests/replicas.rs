@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use tensorcask::maintain::{VerifyOptions, verify};
+use tensorcask::session::SessionExchange;
 use tensorcask::wire::SessionName;
-use tensorcask::{ErrorKind, SessionExchange, Store};
+use tensorcask::{ErrorKind, Store};
 
 use super::hostile::{Hostile, Kind, Lie};
 use super::session::*;
@@ -290,7 +291,7 @@ async fn the_log_in_the_mirror_is_shortened_and_still_read() {
     replica.pull().await.unwrap();
     let log = job.hosts[0].host.folder.mirror().join("log");
     let entries = || std::fs::read_dir(&log).unwrap().count() as u64;
-    let most = tensorcask::maintain::Mirror::KEPT_ENTRIES;
+    let most = tensorcask::session::Mirror::KEPT_ENTRIES;
     let mut longest = 0u64;
     for step in 2..=most + 70 {
         // Too large for a log entry.

@@ -4,12 +4,9 @@ use std::sync::Arc;
 
 use futures::TryStreamExt;
 use object_store::local::LocalFileSystem;
-use tensorcask::maintain::{Mirror, Replica};
+use tensorcask::session::{HostWriter, LeaderWriter, Mirror, RankState, ReceiptProof, Replica, SessionExchange, SessionLog};
 use tensorcask::wire::{Id, Leader, SessionStep};
-use tensorcask::{
-    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, ReceiptProof, Rect, SessionExchange, SessionLog, Slice, Store,
-    TensorView, WriterOptions,
-};
+use tensorcask::{Dtype, Metadata, Policy, Rect, Slice, Store, TensorView, WriterOptions};
 
 use super::support::{Host, tls};
 use crate::memory::stores::{open_mirror, open_replica};

@@ -4,9 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use super::cask_copy::{CopyFailure, copy_checked_cask, present};
+use super::log::SessionLog;
 use super::mirror::{needed_links, parents_in};
-use crate::commit::{SessionLog, SnapshotRecord, read_manifest};
+use crate::commit::{SnapshotRecord, read_manifest};
+use crate::maintain::{CopyFailure, copy_checked_cask, present};
 use crate::reader::CaskSource;
 use crate::wire::{CaskRef, Id, rank_of_slot};
 use crate::{ErrorKind, Result, Store, boxed};
@@ -22,8 +23,8 @@ pub struct WantedCask {
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::maintain::{Mirror, Refill};
-/// use tensorcask::{Dtype, Metadata, Policy, SessionLog, Store, TensorView};
+/// use tensorcask::session::{Mirror, Refill, SessionLog};
+/// use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
 /// let (store, memory) = (Store::open("memory://refill-example")?, Store::open("memory://refill-example-memory")?);
 /// let weights: Vec<u8> = (0..100_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 7) as u8).collect();
 /// store.writer(Policy::Full).await?.save(1, &[TensorView::new("w", Dtype::U8, &[100_000], &weights)?], &[], &Metadata::default()).await?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::RankSet;
+use super::rank_set::RankSet;
 use super::receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};
 use crate::error::ResultExt;
 use crate::store::{Created, concurrently, objects_after};

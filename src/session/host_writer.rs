@@ -5,15 +5,13 @@
 
 use std::sync::Arc;
 
-use super::WriterOptions;
-use super::parent::Parent;
-use super::ranks::{Rank, RankPart, Unreadable, decide_for_ranks, open_parent, parts_are_refused};
+use super::exchange::SessionExchange;
+use super::receipt_proof::ReceiptProof;
 use crate::chain::chain_of;
-use crate::commit::{
-    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, load_from, load_log, read_manifest, refuse_features, replace_from,
-};
+use crate::commit::{Log, SnapshotRecord, Standing, load_from, load_log, read_manifest, refuse_features, replace_from};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
-use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
+use crate::writer::{Parent, Rank, RankPart, Unreadable, decide_for_ranks, open_parent, parts_are_refused};
+use crate::{Blob, Error, Metadata, Result, Store, TensorView, WriterOptions, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
@@ -50,7 +48,7 @@ impl HostWriter {
     }
 
     /// Like [`open`](Self::open). Writes casks and receipts to a mirror in memory: see
-    /// [`Mirror`](crate::maintain::Mirror), which uploads them.
+    /// [`Mirror`](crate::session::Mirror), which uploads them.
     pub async fn open_with_mirror(
         store: &Store,
         memory: &Store,

@@ -1,6 +1,6 @@
 //! Follows the log of a store, for a host that waits for the commits of its session's leader.
 
-use super::{Catalog, Leadership, Log, LogState, SnapshotRecord, Standing, load_complete_log};
+use crate::commit::{Catalog, Leadership, Log, LogState, SnapshotRecord, Standing, load_complete_log};
 use crate::wire::Id;
 use crate::{Result, Store};
 
@@ -8,7 +8,8 @@ use crate::{Result, Store};
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::{Policy, SessionLog, Store};
+/// use tensorcask::session::SessionLog;
+/// use tensorcask::{Policy, Store};
 /// let store = Store::open("memory://session-log-example")?;
 /// store.writer(Policy::Full).await?;
 /// let mut log = SessionLog::open(&store).await?;

@@ -9,7 +9,7 @@ use crate::wire::RankRange;
 /// A set of ranks.
 ///
 /// ```
-/// use tensorcask::RankSet;
+/// use tensorcask::session::RankSet;
 /// use tensorcask::wire::RankRange;
 /// let mut ranks = RankSet::default();
 /// ranks.insert(RankRange { first: 0, last: 3 });

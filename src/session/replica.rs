@@ -1,6 +1,6 @@
 //! A replica: a copy of the part of a mirror that only one host has, in the memory of another host.
 //!
-//! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`]. A replica
+//! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`](super::Mirror). A replica
 //! has the complete steps of one such mirror, as far as there is room, and the casks of its ranks in the chains of the newest
 //! committed snapshot and of the parents of these steps. Log, manifests and directories are in every mirror, so a replica has none.
 //!
@@ -20,12 +20,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::cask_copy::{CopyFailure, copy_checked_cask, present};
+use super::exchange::SessionExchange;
+use super::log::SessionLog;
 use super::mirror::{clear, needed_links};
+use super::rank_set::RankSet;
+use super::receipt_proof::ReceiptProof;
 use super::refill::{WantedCask, casks_of};
-use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_store_file};
+use crate::commit::read_store_file;
+use crate::maintain::{CopyFailure, copy_checked_cask, present, verify_cask};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -38,7 +41,7 @@ const CONCURRENT_CASKS: usize = 2;
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::maintain::Replica;
+/// use tensorcask::session::Replica;
 /// use tensorcask::wire::Id;
 /// use tensorcask::{Policy, Store};
 /// let (source, memory) = (Store::open("memory://replica-source")?, Store::open("memory://replica-memory")?);

@@ -12,7 +12,7 @@ use crate::{Result, Store, boxed};
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::maintain::held_steps;
+/// use tensorcask::session::held_steps;
 /// use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
 /// let store = Store::open("memory://held-example")?;
 /// let weights = [1u8; 4096];

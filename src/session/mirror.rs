@@ -10,12 +10,12 @@ use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::cask_copy::{CopyFailure, copy_checked_cask, present};
+use super::exchange::SessionExchange;
+use super::log::SessionLog;
 use crate::chain::chain_of;
-use crate::commit::{
-    CATALOG_INTERVAL, Catalog, LogState, ManifestPlace, SessionExchange, SessionLog, SnapshotRecord, read_manifest, read_manifest_bytes,
-};
+use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, ManifestPlace, SnapshotRecord, read_manifest, read_manifest_bytes};
 use crate::error::ResultExt;
+use crate::maintain::{CopyFailure, copy_checked_cask, present};
 use crate::reader::CaskSource;
 use crate::wire::{
     CaskRef, Directory, Id, Manifest, PARENT_OBJECT, RankRange, Receipt, STORE_FILE, SessionMessage, SessionName, SessionStep, SharedParent,
@@ -29,8 +29,8 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::maintain::Mirror;
-/// use tensorcask::{Policy, SessionLog, Store};
+/// use tensorcask::session::{Mirror, SessionLog};
+/// use tensorcask::{Policy, Store};
 /// let (store, memory) = (Store::open("memory://mirror-example")?, Store::open("memory://mirror-example-memory")?);
 /// store.writer(Policy::Full).await?;
 /// let mut mirror = Mirror::new(&store, &memory);

@@ -1,10 +1,10 @@
 //! The leader of a session of many hosts: opens the log for the session, and commits its steps. Spec: `spec/log.md`,
 //! clause 8.
 
-use super::{Metadata, SavedSnapshot, Writer, WriterOptions, commit};
 use crate::commit::{KnownLog, read_store_file};
 use crate::wire::{Leader, Receipt};
-use crate::{Result, Store};
+use crate::writer::open_as;
+use crate::{Metadata, Result, SavedSnapshot, Store, Writer, WriterOptions};
 
 /// Commits the steps of a session of many hosts, as its leader.
 ///
@@ -19,9 +19,9 @@ impl LeaderWriter {
     /// Opens the store as the leader of a session. Creates the store if it does not exist.
     ///
     /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
-    /// [`Leadership::may_open`](crate::Leadership::may_open).
+    /// [`Leadership::may_open`](crate::session::Leadership::may_open).
     pub async fn open(store: &Store, leader: Leader, options: WriterOptions) -> Result<Self> {
-        Ok(Self { writer: commit::open(store, options, Some(leader), None).await?, leader })
+        Ok(Self { writer: open_as(store, options, Some(leader), None).await?, leader })
     }
 
     /// Like [`open`](Self::open), for a session that began while the store did not answer. Never creates a store.
@@ -30,7 +30,7 @@ impl LeaderWriter {
     /// written to the store in the meantime, for example.
     pub async fn open_known(store: &Store, leader: Leader, known: &KnownLog, options: WriterOptions) -> Result<Self> {
         known.check_run(read_store_file(store).await?.run).map_err(|error| error.object(store.url()))?;
-        Ok(Self { writer: commit::open(store, options, Some(leader), Some(known)).await?, leader })
+        Ok(Self { writer: open_as(store, options, Some(leader), Some(known)).await?, leader })
     }
 
     /// Session, attempt and term.
