@@ -79,7 +79,8 @@ impl Freeing {
         if ripe.is_empty() {
             return Ok(Vec::new());
         }
-        let (mut given_up, mut are_needed) = (Vec::new(), false);
+        let mut given_up = Vec::new();
+        let mut are_needed = false;
         let appended = log.append(Id::random()?, |state| {
             // Another process may have pinned one since.
             given_up = self.freeable(state).intersection(&ripe).copied().collect();

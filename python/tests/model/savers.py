@@ -207,7 +207,7 @@ def save_by_command(command: list[str], url: str, step: int) -> None:
             data += content
         text = json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        arguments = [*command, "--json", "save", url, "--step", str(step), str(file)]
+        arguments = [*command, "--json", "save", url, "--step", str(step), "--take-over", str(file)]
         run = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         error = json.loads(run.stdout)["error"]

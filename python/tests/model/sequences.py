@@ -117,7 +117,7 @@ class Sequence:
         self._ours("first store", lambda step: self._stores[0].save(state_of(step), step=step))
 
     def _by_second(self) -> None:
-        self._ours("second store", lambda step: self._stores[1].save(state_of(step), step=step, policy="consecutive"))
+        self._ours("second store", lambda step: self._stores[1].save(state_of(step), step=step, policy="consecutive", keep_last=3))
 
     def _by_function(self) -> None:
         self._ours("tensorcask.save", lambda step: tensorcask.save(state_of(step), self._place.url, step=step, base_cache="none"))
