@@ -50,7 +50,8 @@ fn main() {
         let mut chosen = vec![String::new(); objectives.len()];
         for _ in 0..rounds {
             for (nth, name) in objectives.into_iter().enumerate() {
-                let (folder, objective) = (folder(), ObjectiveSetting::from_name(name).unwrap());
+                let folder = folder();
+                let objective = ObjectiveSetting::from_name(name).unwrap();
                 let store = match megabytes_per_second {
                     Some(rate) => limited(rate),
                     None => Store::open(folder.path().to_str().unwrap()).unwrap(),

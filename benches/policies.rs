@@ -157,7 +157,10 @@ fn save_training(policy: Policy, data: &std::path::Path, bytes: u64) -> Costs {
     let url = folder.path().join("run").to_str().unwrap().to_owned();
     let open = || Store::with(StoreOptions { fsync: false, ..StoreOptions::default() }.open(&url).unwrap()).unwrap();
     let mut writer = open().writer(policy).unwrap();
-    let (mut stored, mut total, mut bases, mut restores) = (0, 0, Vec::new(), Vec::new());
+    let mut stored = 0;
+    let mut total = 0;
+    let mut bases = Vec::new();
+    let mut restores = Vec::new();
     for step in 0..16u64 {
         let state = training.state();
         let saved = writer.save(step, &training::views(&state), &[], &Metadata::default()).unwrap();
@@ -165,7 +168,8 @@ fn save_training(policy: Policy, data: &std::path::Path, bytes: u64) -> Costs {
         if saved.parent.is_none() {
             bases.push(step as usize);
         }
-        let (mut times, mut read) = (Vec::new(), 0);
+        let mut times = Vec::new();
+        let mut read = 0;
         for _ in 0..3 {
             let store = open();
             let snapshot = store.snapshot(step).unwrap();
@@ -200,7 +204,10 @@ fn train(url: &str, options: WriterOptions, start: &[Owned], steps: u64) -> Foun
         start.iter().map(|t| Owned { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), data: t.data.clone() }).collect();
     let store = open();
     let mut writer = store.writer_with(options).unwrap();
-    let (mut bases, mut stored, mut kept, mut saves) = (0, 0, 0, Vec::new());
+    let mut bases = 0;
+    let mut stored = 0;
+    let mut kept = 0;
+    let mut saves = Vec::new();
     for step in 0..steps {
         perturb(&mut state, step, step == steps / 2);
         let (time, saved) = seconds(|| writer.save(step, &views(&state), &[], &Metadata::default()).unwrap());

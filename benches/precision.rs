@@ -136,13 +136,15 @@ fn update_error(setting: Setting, now: &[TensorView<'_>], keep: impl Fn(&TensorV
         let chunk = chunk_of(view, &[]);
         floats(&round_chunk(BoundedSetting { setting, bound: None }, &chunk).unwrap().data)
     };
-    let (mut error, mut size) = (0.0, 0.0);
+    let mut error = 0.0;
+    let mut size = 0.0;
     for second in now.iter().filter(|view| view.role() == "exp_avg_sq" && keep(view)) {
         let Some(first) = now.iter().find(|view| view.role() == "exp_avg" && view.param() == second.param()) else { continue };
         let update = |m: f32, v: f32| f64::from(m) / (f64::from(v).max(0.0).sqrt() + 1e-8);
         let exact = floats(first.data()).into_iter().zip(floats(second.data()));
         for ((m, v), (m2, v2)) in exact.zip(rounded(first).into_iter().zip(rounded(second))) {
-            let (before, after) = (update(m, v), update(m2, v2));
+            let before = update(m, v);
+            let after = update(m2, v2);
             error += (after - before).powi(2);
             size += before.powi(2);
         }
@@ -210,7 +212,8 @@ fn main() {
     for method in METHODS.into_iter().filter(|method| !method.starts_with("remainder")) {
         let setting: Setting = method.parse().unwrap();
         let made = measure(setting, &tensors, None, |view| view.role() == "exp_avg" || view.role() == "exp_avg_sq");
-        let (all, rest) = (update_error(setting, &tensors, |_| true), update_error(setting, &tensors, |view| !is_embedding(view)));
+        let all = update_error(setting, &tensors, |_| true);
+        let rest = update_error(setting, &tensors, |view| !is_embedding(view));
         println!("| {method} | {:.2} | {all:.3e} | {rest:.3e} |", 16.0 * made.bytes as f64 / made.elements as f64);
         out.insert(format!("m+v {method}"), json!({"bits": 16.0 * made.bytes as f64 / made.elements as f64, "update": all}));
     }

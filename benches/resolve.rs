@@ -114,7 +114,9 @@ fn one_row(open: &dyn Fn(&str) -> Store, bytes: u64) -> Table {
     }
     drop(writer);
     let row = rows / 2;
-    let (mut times, mut read, mut requests) = (Vec::new(), 0, 0);
+    let mut times = Vec::new();
+    let mut read = 0;
+    let mut requests = 0;
     for _ in 0..ROUNDS {
         let store = open("row");
         let snapshot = store.snapshot(ROW_DEPTH - 1).unwrap();

@@ -194,7 +194,8 @@ fn run_self(words: &[&str]) -> (Usage, Vec<u8>) {
     let (said, usage) = text.trim_end().rsplit_once('\n').unwrap();
     let mut usage = usage.split(' ');
     let mut next = || usage.next().unwrap();
-    let (seconds, user_seconds) = (next().parse().unwrap(), next().parse().unwrap());
+    let seconds = next().parse().unwrap();
+    let user_seconds = next().parse().unwrap();
     (Usage { seconds, user_seconds, peak_bytes: next().parse().unwrap() }, said.as_bytes().to_vec())
 }
 
@@ -276,7 +277,8 @@ fn write_safetensors(state: &[Owned], path: &Path, fsync: bool) {
 }
 
 fn copy(from: &Path, to: &Path) {
-    let (mut from, mut to) = (File::open(from).unwrap(), File::create(to).unwrap());
+    let mut from = File::open(from).unwrap();
+    let mut to = File::create(to).unwrap();
     let mut buffer = vec![0; 1 << 20];
     loop {
         let count = from.read(&mut buffer).unwrap();

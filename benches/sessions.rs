@@ -29,7 +29,8 @@ async fn main() {
     let arguments = Arguments::parse(&["tensors", "most-hosts", "commit", "session", "world", "step"]);
     if let Some(folder) = arguments.text("commit") {
         let session = Id::from_hex(arguments.text("session").unwrap()).unwrap();
-        let (world, step) = (arguments.number("world", 0.0) as u32, arguments.number("step", 0.0) as u64);
+        let world = arguments.number("world", 0.0) as u32;
+        let step = arguments.number("step", 0.0) as u64;
         println!("{}", commit(folder, session, world, step).await);
         return;
     }
@@ -63,7 +64,9 @@ fn options() -> WriterOptions {
 /// Saves a base and a delta on all hosts; the leader of each step is a process of its own.
 async fn measure(hosts: u32, tensors: usize) -> (Vec<String>, Value) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let (path, world, session) = (folder.path().to_str().unwrap(), hosts * RANKS_PER_HOST, Id::random().unwrap());
+    let path = folder.path().to_str().unwrap();
+    let world = hosts * RANKS_PER_HOST;
+    let session = Id::random().unwrap();
     let names: Vec<String> = (0..tensors).map(|number| format!("model.layers.{number}.weight")).collect();
     // Opens the log.
     let leader = Leader { session, after: 0, attempt: 0, term: 1, above: None };
@@ -78,7 +81,8 @@ async fn measure(hosts: u32, tensors: usize) -> (Vec<String>, Value) {
         let store = open(path);
         counted.push((open_writer(host, &store).await, store));
     }
-    let (mut of_counted, mut of_leader) = (0, Value::Null);
+    let mut of_counted = 0;
+    let mut of_leader = Value::Null;
     for step in 1..=2 {
         let before: u64 = counted.iter().map(|(_, store)| store.io().requests).sum();
         for (host, (writer, _)) in (0..).zip(&mut counted) {
@@ -136,7 +140,8 @@ async fn save(writer: &mut HostWriter, host: u32, world: u32, step: u64, names: 
 }
 
 fn commit_in_child(folder: &str, session: Id, world: u32, step: u64) -> Value {
-    let (world, step) = (world.to_string(), step.to_string());
+    let world = world.to_string();
+    let step = step.to_string();
     let words = ["--commit", folder, "--session", &session.to_string(), "--world", &world, "--step", &step];
     let ended = Command::new(std::env::current_exe().unwrap()).args(words).output().unwrap();
     if !ended.status.success() {
@@ -152,7 +157,9 @@ async fn commit(folder: &str, session: Id, world: u32, step: u64) -> Value {
     let leader = Leader { session, after: 0, attempt: 0, term, above: None };
     let mut writer = LeaderWriter::open(&store, leader, options()).await.unwrap();
     let exchange = SessionExchange::new(&store, tensorcask::wire::SessionName { run: store.history().run().await.unwrap(), session });
-    let (io, memory, begun) = (store.io(), memory("VmRSS:"), Instant::now());
+    let io = store.io();
+    let memory = memory("VmRSS:");
+    let begun = Instant::now();
     let found = exchange.survey(step.checked_sub(1).filter(|before| *before > 0).map(at)).await.unwrap();
     assert!(found.steps[&at(step)].has_all(0..world));
     let receipts = exchange.receipts(at(step), &found.steps[&at(step)]).await.unwrap();

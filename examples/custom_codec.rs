@@ -67,7 +67,8 @@ impl Codec for Arange {
         if columns.dtype != Dtype::I64 {
             return Err(Error::corrupt(format!("an arange of {}", columns.dtype)));
         }
-        let (first, step) = (i64::from_le_bytes(first), i64::from_le_bytes(step));
+        let first = i64::from_le_bytes(first);
+        let step = i64::from_le_bytes(step);
         for (i, slot) in (0i64..).zip(out.as_chunks_mut::<8>().0) {
             *slot = first.wrapping_add(step.wrapping_mul(i)).to_le_bytes();
         }

@@ -99,8 +99,10 @@ impl Canvas {
     }
 
     fn chart(&mut self, chart: &Chart, corner: Point) {
-        let (left, top) = (corner.x + MARGIN + 34, corner.y + 22);
-        let (width, height) = (CHART.width as i32 - 2 * MARGIN - 34, CHART.height as i32 - 22 - 28);
+        let left = corner.x + MARGIN + 34;
+        let top = corner.y + 22;
+        let width = CHART.width as i32 - 2 * MARGIN - 34;
+        let height = CHART.height as i32 - 22 - 28;
         let base = top + height;
         self.text(&chart.title, Point::new(left, corner.y + 10), &FONT_6X10, Alignment::Left);
         self.text(&chart.top_label, Point::new(left - 4, top + 7), &FONT_6X10, Alignment::Right);

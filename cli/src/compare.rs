@@ -114,7 +114,8 @@ fn whole<const WIDTH: usize>(a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u
 }
 
 fn complex<const WIDTH: usize>(a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u64)])) {
-    let (a, b) = (a.as_chunks::<WIDTH>().0.as_chunks::<2>().0, b.as_chunks::<WIDTH>().0.as_chunks::<2>().0);
+    let a = a.as_chunks::<WIDTH>().0.as_chunks::<2>().0;
+    let b = b.as_chunks::<WIDTH>().0.as_chunks::<2>().0;
     for ([a_real, a_imaginary], [b_real, b_imaginary]) in a.iter().zip(b) {
         visit(&[(bits(a_real), bits(b_real)), (bits(a_imaginary), bits(b_imaginary))]);
     }

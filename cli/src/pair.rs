@@ -76,7 +76,8 @@ impl Pair<'_> {
                 for ranges in windows(tensor.dtype, &tensor.shape) {
                     let elements = ranges.iter().map(|range| range.end - range.start).product();
                     let slice = Slice::ranges(ranges);
-                    let (old, new) = (a.read(&tensor.name, &slice)?, b.read(&tensor.name, &slice)?);
+                    let old = a.read(&tensor.name, &slice)?;
+                    let new = b.read(&tensor.name, &slice)?;
                     if old.data.len() != new.data.len() {
                         return Err(differ());
                     }
@@ -86,7 +87,8 @@ impl Pair<'_> {
             Self::Views([a, b]) => {
                 let find = |side: &[TensorView<'_>]| side.iter().position(|view| view.name() == tensor.name);
                 let (Some(old), Some(new)) = (find(a), find(b)) else { return Err(differ()) };
-                let (old, new) = (a[old].data(), b[new].data());
+                let old = a[old].data();
+                let new = b[new].data();
                 if old.len() != new.len() {
                     return Err(differ());
                 }
@@ -111,7 +113,8 @@ fn windows(dtype: Dtype, shape: &[u64]) -> Box<dyn Iterator<Item = Vec<Range<u64
     let step = (window_elements / elements(&shape[cut + 1..])).clamp(1, shape[cut]);
     let per_row = shape[cut].div_ceil(step);
     Box::new((0..elements(&shape[..cut]) * per_row).map(move |window| {
-        let (row, start) = (window / per_row, window % per_row * step);
+        let row = window / per_row;
+        let start = window % per_row * step;
         let before = (0..cut).map(|at| row / elements(&shape[at + 1..cut]) % shape[at]).map(|index| index..index + 1);
         let after = shape[cut + 1..].iter().map(|&extent| 0..extent);
         before.chain(std::iter::once(start..(start + step).min(shape[cut]))).chain(after).collect()

@@ -56,7 +56,8 @@ impl PrecisionJson {
     pub(crate) fn cells(&self, step: u64) -> Vec<String> {
         let percent = |share: Option<f64>| share.map_or("-".to_owned(), |share| format!("{:.2} %", share * 100.0));
         let of = |errors: &Option<ProfileErrorsJson>| {
-            let (weights, update) = (errors.as_ref().map(|errors| errors.weights), errors.as_ref().and_then(|errors| errors.update));
+            let weights = errors.as_ref().map(|errors| errors.weights);
+            let update = errors.as_ref().and_then(|errors| errors.update);
             [percent(weights), percent(update)]
         };
         let first = [step.to_string(), self.profile.to_owned(), self.reason.to_owned(), percent(self.change)];

@@ -39,15 +39,18 @@ impl Progress {
         }
         let store = store.inner().clone();
         let expected = Arc::new(AtomicU64::new(0));
-        let (known, begun) = (expected.clone(), Arc::new(OnceLock::new()));
+        let known = expected.clone();
+        let begun = Arc::new(OnceLock::new());
         let moved = move |state: &ProgressState, out: &mut dyn fmt::Write| {
-            let (io, elapsed) = (store.io(), state.elapsed());
+            let io = store.io();
+            let elapsed = state.elapsed();
             let left = match io.work_planned {
                 0 => seconds_left(io.bytes_read, known.load(Ordering::Relaxed), elapsed),
                 _ => {
                     // The time before the plan is no part of the rate.
                     let &(since, before) = begun.get_or_init(|| (elapsed, io.work_done));
-                    let (done, planned) = (io.work_done.saturating_sub(before), io.work_planned.saturating_sub(before));
+                    let done = io.work_done.saturating_sub(before);
+                    let planned = io.work_planned.saturating_sub(before);
                     seconds_left(done, planned, elapsed.saturating_sub(since))
                 }
             };

@@ -66,7 +66,8 @@ fn blanks(text: &str, width: usize) -> String {
 /// Time with a unit, or with two above a minute.
 pub(crate) fn human_seconds(seconds: f64) -> String {
     let two = |whole: f64, unit: &str, rest: &str, parts: f64| {
-        let (units, left) = ((whole / parts).floor(), whole % parts);
+        let units = (whole / parts).floor();
+        let left = whole % parts;
         if left == 0.0 { format!("{units} {unit}") } else { format!("{units} {unit} {left} {rest}") }
     };
     match seconds {
@@ -152,7 +153,8 @@ mod tests {
 
     #[test]
     fn a_cell_may_have_any_length() {
-        let (mut text, long) = (Text::default(), "x".repeat(70_000));
+        let mut text = Text::default();
+        let long = "x".repeat(70_000);
         text.table(&["name", ">n"], &[vec![long.clone(), "1".into()], vec!["y".into(), long.clone()]]);
         let lines: Vec<&str> = text.as_str().lines().collect();
         assert_eq!(lines[1].trim_start_matches('x').trim_start(), "1");

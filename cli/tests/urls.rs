@@ -201,7 +201,8 @@ fn credentials_of_the_instance_are_used() {
         true => response("200 OK", "<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"),
         false => response("404 Not Found", ""),
     });
-    let (metadata, endpoint) = (format!("http://{}", imds.address), format!("http://{}", storage.address));
+    let metadata = format!("http://{}", imds.address);
+    let endpoint = format!("http://{}", storage.address);
     let variables = [("AWS_METADATA_ENDPOINT", &*metadata), ("AWS_ENDPOINT", &*endpoint), ("AWS_ALLOW_HTTP", "true")];
     let output = run(&["ls", "s3://bucket/run"], &variables);
     assert_eq!(output.status.code(), Some(10), "no store there: {}", stderr(&output));
@@ -303,7 +304,9 @@ fn a_refusal_is_an_answer_and_silence_is_none() {
 #[test]
 fn a_setting_that_can_be_no_url_or_header_is_refused_by_name() {
     let key = [("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
-    let (s3, gs, azure) = ("s3://bucket/run", "gs://bucket/run", "abfss://container@account.dfs.core.windows.net/run");
+    let s3 = "s3://bucket/run";
+    let gs = "gs://bucket/run";
+    let azure = "abfss://container@account.dfs.core.windows.net/run";
     let folder = tempfile::tempdir().unwrap();
     let token = folder.path().join("token");
     std::fs::write(&token, "token\n").unwrap();

@@ -70,7 +70,8 @@ fn read_store(path: &str) -> Result<Value> {
                 }),
             );
         }
-        let (mut blobs, mut trees) = (Vec::new(), Vec::new());
+        let mut blobs = Vec::new();
+        let mut trees = Vec::new();
         let names = snapshot.blobs()?;
         for (rank, name) in names.iter().cloned() {
             let data = snapshot.read_blob(rank, &name)?;
@@ -210,7 +211,8 @@ fn read_shard(index: &CaskIndex, shard: usize, slice: &impl Fn(u64, u64) -> Resu
         for page in &chunk.pages {
             columns.push((&page.column, slice(page.range.start, page.range.end)?));
         }
-        let (elements, bytes) = (grid.elements(number), grid.bytes(number));
+        let elements = grid.elements(number);
+        let bytes = grid.bytes(number);
         let length = usize::try_from(bytes.end - bytes.start).map_err(|_| Error::limit("a chunk beyond this machine's memory"))?;
         let mut out = vec![0; length];
         let input =

@@ -37,7 +37,10 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, jun
     let (sender, answers) = mpsc::channel();
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            let (sender, next, words, cases) = (sender.clone(), &next, &words, &cases);
+            let sender = sender.clone();
+            let next = &next;
+            let words = &words;
+            let cases = &cases;
             scope.spawn(move || {
                 loop {
                     let at = next.fetch_add(1, Ordering::Relaxed);

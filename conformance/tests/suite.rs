@@ -34,7 +34,8 @@ fn failures_are_in_the_junit_file() {
     let file = folder.path().join("junit.xml");
     // `echo` answers no case.
     let output = run(&["run", "--reader", "echo {path}", "--only", "valid/container", "--junit", file.to_str().unwrap()]);
-    let (stdout, xml) = (text(&output.stdout), std::fs::read_to_string(&file).unwrap());
+    let stdout = text(&output.stdout);
+    let xml = std::fs::read_to_string(&file).unwrap();
     let failed = stdout.matches("not ok ").count();
     assert!(failed > 0 && !output.status.success(), "{stdout}");
     assert!(xml.contains(&format!("failures=\"{failed}\"")) && xml.matches("<failure ").count() == failed, "{xml}");
@@ -44,7 +45,8 @@ fn failures_are_in_the_junit_file() {
 #[test]
 fn rejections_name_the_clause_of_the_case() {
     let cases = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/cases/invalid"));
-    let (mut count, mut wrong) = (0, Vec::new());
+    let mut count = 0;
+    let mut wrong = Vec::new();
     for area in std::fs::read_dir(cases).unwrap() {
         for case in std::fs::read_dir(area.unwrap().path()).unwrap() {
             let case = case.unwrap().path();

@@ -54,7 +54,9 @@ mod linux {
 
     /// First saves of runs whose arena is there: prepared before the save, or left by an earlier process.
     fn first_saves(state: &[Owned], rounds: usize, folder: Option<&str>) -> [f64; 3] {
-        let (mut fresh, mut prepared, mut restarted) = (Vec::new(), Vec::new(), Vec::new());
+        let mut fresh = Vec::new();
+        let mut prepared = Vec::new();
+        let mut restarted = Vec::new();
         let save =
             |engine: &mut Engine, step: u64| engine.save(step, &views(state), &[], &Metadata::default()).unwrap().stall.as_secs_f64();
         for _ in 0..rounds.min(3) {
@@ -98,7 +100,9 @@ mod linux {
             engine.save(step, &views, &[], &Metadata::default()).unwrap().stall.as_secs_f64()
         };
         save(&mut engine);
-        let (mut copies, mut idle, mut busy) = (Vec::new(), Vec::new(), Vec::new());
+        let mut copies = Vec::new();
+        let mut idle = Vec::new();
+        let mut busy = Vec::new();
         for _ in 0..rounds {
             assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
             copies.push(copy_seconds(&states[0], &mut memcpy));
@@ -268,7 +272,9 @@ mod linux {
         let size = bytes_of(&states[0]);
         let cap = size * 2;
         let mut engine = Engine::start(EngineOptions { memory_cap: Some(cap), ..host.options() }).unwrap();
-        let (mut stalls, mut most_memory, mut most_resident) = (Vec::new(), 0, 0);
+        let mut stalls = Vec::new();
+        let mut most_memory = 0;
+        let mut most_resident = 0;
         let begun = Instant::now();
         for step in 1..=saves {
             stalls.push(engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap().stall.as_secs_f64());
@@ -374,7 +380,8 @@ mod linux {
                 save(0);
                 // Each delta is of one step.
                 let deltas = (1..=rounds as u64).map(&mut save).collect();
-                let (cpu, private) = (median(deltas), private_bytes(agent) as f64 / size as f64);
+                let cpu = median(deltas);
+                let private = private_bytes(agent) as f64 / size as f64;
                 let stored = host.status().0.saves.iter().rev().find_map(|save| save.bytes_out).unwrap_or(0) as f64 / size as f64;
                 let form = if keep_base_decoded { "decoded" } else { "encoded" };
                 let cells = vec![format!("{cpu:.3}"), format!("{private:.2}"), format!("{stored:.3}")];

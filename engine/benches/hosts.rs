@@ -111,11 +111,15 @@ mod linux {
         let size = bytes_of(&states[0][0]);
         let title = format!("Stall of a save of {:.2} GB on each of {HOSTS} hosts, median of {rounds}", size as f64 / 1e9);
         let mut table = Table::new(title, &SPEED);
-        let (mut memcpy, mut reference) = (Memcpy::new(size as usize), None);
+        let mut memcpy = Memcpy::new(size as usize);
+        let mut reference = None;
         for has_peers in [false, true] {
             let job = Job::new(None, "stall");
             let mut engines = job.start("stall", has_peers);
-            let (mut copies, mut idle, mut busy, mut replicated) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            let mut copies = Vec::new();
+            let mut idle = Vec::new();
+            let mut busy = Vec::new();
+            let mut replicated = Vec::new();
             for step in 1..=2 * rounds as u64 + 2 {
                 let begun = Instant::now();
                 let stalls = [0, 1].map(|host| save(&mut engines, states, step, host));

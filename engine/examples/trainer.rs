@@ -32,7 +32,8 @@ fn train() -> tensorcask::Result<()> {
         std::process::exit(2)
     };
     let number = |at: usize, default: f64| rest.get(at).and_then(|text: &String| text.parse().ok()).unwrap_or(default);
-    let (steps, pause) = (number(0, 1e9) as u64, Duration::from_secs_f64(number(1, 1.0)));
+    let steps = number(0, 1e9) as u64;
+    let pause = Duration::from_secs_f64(number(1, 1.0));
 
     // Stands in for training: the state of each step is read from a file.
     let files = [1000, 1001, 1010].map(|step| Files::open(&[format!("{folder}/step-{step}.safetensors")]));

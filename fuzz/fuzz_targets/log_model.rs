@@ -64,7 +64,9 @@ fn event(step: &Step) -> Event {
     match step {
         Step::Opened => Event::Opened { leader: None },
         Step::Added { id: number, step, parent, roles } => {
-            let (snapshot, step, parent) = (id(*number), u64::from(step % 4), parent.map(id));
+            let snapshot = id(*number);
+            let step = u64::from(step % 4);
+            let parent = parent.map(id);
             Event::Added { snapshot, step, parent, manifest: Digest([1; 32]), inline: None, roles: roles.as_deref().map(names) }
         }
         Step::Forgotten(numbers) => Event::Forgotten { snapshots: ids(numbers) },

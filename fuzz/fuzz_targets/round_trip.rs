@@ -8,8 +8,8 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
-use tensorcask::wire::{Id, StoreFile};
 use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::wire::{Id, StoreFile};
 use tensorcask::{BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, WriterOptions};
 
 #[derive(Debug, Arbitrary)]
@@ -121,8 +121,10 @@ async fn run(input: Input) {
         for tensor in state {
             assert_eq!(snapshot.read(&tensor.name, &Slice::all()).await.unwrap().data, tensor.data);
             if let (Some(&rows), false) = (tensor.shape.first(), tensor.dtype.is_packed()) {
-                let (a, b) = (u64::from(input.slice.0) % (rows + 1), u64::from(input.slice.1) % (rows + 1));
-                let (from, to) = (a.min(b), a.max(b));
+                let a = u64::from(input.slice.0) % (rows + 1);
+                let b = u64::from(input.slice.1) % (rows + 1);
+                let from = a.min(b);
+                let to = a.max(b);
                 let row = (tensor.data.len() as u64).checked_div(rows).unwrap_or(0);
                 let found = snapshot.read(&tensor.name, &Slice::rows(from..to)).await.unwrap().data;
                 assert_eq!(found, tensor.data[(from * row) as usize..(to * row) as usize]);

@@ -14,7 +14,8 @@ use tensorcask_fuzz::{ignore_panics_of_dependencies, small_limits};
 
 fuzz_target!(init: ignore_panics_of_dependencies(), |data: &[u8]| {
     let end = data.iter().position(|&byte| byte == b'\n').unwrap_or(data.len());
-    let (text, rest) = (&data[..end], data.get(end + 1..).unwrap_or_default());
+    let text = &data[..end];
+    let rest = data.get(end + 1..).unwrap_or_default();
     let predicates = std::str::from_utf8(text).ok().and_then(|text| Predicate::parse(text).ok()).map(|predicate| {
         let again = Predicate::parse(&predicate.to_string()).unwrap();
         assert_eq!(again.to_string(), predicate.to_string());
@@ -47,7 +48,8 @@ fn row(number: u8, input: &mut Unstructured<'_>) -> Made<ChunkStatistics> {
     let name = char::from(b'a' + number / 2);
     let dtype = Dtype::from_code(input.int_in_range(1..=25)?).unwrap();
     let shard = Rect { offset: input.arbitrary()?, shape: input.arbitrary()? };
-    let (mut chunk, mut elements) = (u64::from(number % 2), input.arbitrary()?);
+    let mut chunk = u64::from(number % 2);
+    let mut elements = input.arbitrary()?;
     if input.arbitrary()? {
         let grid = ChunkGrid::new(dtype, &shard.shape).ok().filter(|grid| grid.chunk_count() > 0);
         chunk = grid.as_ref().map_or(chunk, |grid| chunk.min(grid.chunk_count() - 1));

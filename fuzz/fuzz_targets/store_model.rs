@@ -10,10 +10,10 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
+use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::{Id, StoreFile};
-use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
-use tensorcask::{StepSelector, BaseKeeping, Dtype, ExistingStep, Metadata, Policy, Slice, Store, StoreOptions, TensorView, WriterOptions};
+use tensorcask::{BaseKeeping, Dtype, ExistingStep, Metadata, Policy, Slice, StepSelector, Store, StoreOptions, TensorView, WriterOptions};
 
 #[derive(Debug, Arbitrary)]
 enum Operation {
@@ -105,7 +105,9 @@ async fn run(input: Input) {
             }
             Operation::Pin(step, true) => _ = store.pin(u64::from(step % STEPS)).await,
             Operation::Pin(step, false) => _ = store.unpin(u64::from(step % STEPS)).await,
-            Operation::Compact(step) => _ = maintain::compact(&store, StepSelector::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
+            Operation::Compact(step) => {
+                _ = maintain::compact(&store, StepSelector::Step(u64::from(step % STEPS)), &CompactOptions::default()).await
+            }
             Operation::Collect => _ = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await,
             Operation::Reopen { policy, keep } => current = writer(&store, policy, keep).await,
         }

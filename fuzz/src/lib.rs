@@ -65,7 +65,10 @@ fn fix_parts(file: &mut [u8], id: [u8; 16], root: usize) {
 /// Returns the offset of the column of part checksums, and the ranges of the parts. The last part ends at the root.
 fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
     let head = |row: usize| usize::try_from(read(file, root + 8 * row, 8)).ok().filter(|&value| value < 1 << 20);
-    let (tensors, names, dimensions, shards) = (head(0)?, head(1)?, head(2)?, head(3)?);
+    let tensors = head(0)?;
+    let names = head(1)?;
+    let dimensions = head(2)?;
+    let shards = head(3)?;
     let mut at = root;
     let mut column = |bytes: usize| {
         let start = at;
@@ -103,7 +106,8 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
 
     // Number of chunks in the run of shards that forms a part.
     let mut counts = Vec::new();
-    let (mut open, mut dimension) = (0u64, 0);
+    let mut open = 0u64;
+    let mut dimension = 0;
     for shard in 0..shards {
         let tensor = tensor_of(shard);
         let shape: Vec<u64> = (0..rank(tensor)).map(|d| read(file, shapes + 8 * (dimension + d), 8)).collect();
@@ -121,7 +125,8 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
         .iter()
         .enumerate()
         .map(|(part, &chunks)| {
-            let (chunks, pages) = (usize::try_from(chunks).ok()?, usize::try_from(read(file, page_counts + 8 * part, 8)).ok()?);
+            let chunks = usize::try_from(chunks).ok()?;
+            let pages = usize::try_from(read(file, page_counts + 8 * part, 8)).ok()?;
             let column = |rows: usize, width: usize| rows.checked_mul(width)?.checked_next_multiple_of(64);
             let columns = [
                 column(chunks, 1)?,

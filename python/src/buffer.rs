@@ -52,7 +52,8 @@ pub(crate) fn writable_some<'t>(targets: impl Iterator<Item = Option<&'t mut Tar
         return Err("two of the buffers to read into share memory");
     }
     let slice = |target: &'t mut Target| {
-        let (pointer, length) = (target.0.buf_ptr().cast::<u8>(), target.0.len_bytes());
+        let pointer = target.0.buf_ptr().cast::<u8>();
+        let length = target.0.len_bytes();
         if length == 0 {
             return <&mut [u8]>::default();
         }

@@ -211,7 +211,8 @@ impl Coder {
     }
 
     fn chunk<'a>(&'a self, number: u64, partners: &'a [Partner<'a>]) -> Chunk<'a> {
-        let (dtype, elements) = (self.grid.dtype(), self.grid.elements(number));
+        let dtype = self.grid.dtype();
+        let elements = self.grid.elements(number);
         let range = bytes_of(&self.grid, dtype, number);
         Chunk {
             role: &self.role,

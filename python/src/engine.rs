@@ -126,7 +126,8 @@ impl Engine {
     fn new(py: Python<'_>, store: &str, options: &Bound<'_, PyDict>) -> PyResult<Self> {
         let options = options_of(store, options)?;
         let signals = Signals::default();
-        let (asked_by_engine, mut asked) = (signals.clone(), Instant::now());
+        let asked_by_engine = signals.clone();
+        let mut asked = Instant::now();
         let ask = move || {
             let is_over = asked_by_engine.is_closing.load(Ordering::Relaxed) || lock(&asked_by_engine.raised).is_some();
             if !is_over && asked.elapsed() < INTERVAL {
@@ -319,7 +320,8 @@ impl Engine {
     fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>, step: Option<u64>) -> PyResult<Waited> {
         let until = Until::from_name(level).map_err(|e| raise(&e))?;
         let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
-        let (begun, mut pause) = (Instant::now(), FIRST_PAUSE);
+        let begun = Instant::now();
+        let mut pause = FIRST_PAUSE;
         loop {
             let waited = {
                 // Held for a moment only: another thread may want to save.
@@ -558,7 +560,8 @@ fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
 /// Converts named options to the options of the Rust library.
 fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions> {
     let mut options = EngineOptions::new(store);
-    let (mut policy, mut every) = (None::<String>, None);
+    let mut policy = None::<String>;
+    let mut every = None;
     for (name, value) in given {
         let (name, name_of): (String, _) = (name.extract()?, |e: Error| raise(&e));
         let text = || value.extract::<String>();

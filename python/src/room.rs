@@ -45,7 +45,8 @@ impl Destination for Memory {
         let mut places = HashMap::new();
         let row = |tensor: &RestoredTensor<'_>| {
             let first = tensor.tied_to.and_then(|first| found.tensors.get(first)).map(|first| first.name.clone());
-            let (offset, extent) = (tensor.rect.offset.clone(), tensor.rect.shape.clone());
+            let offset = tensor.rect.offset.clone();
+            let extent = tensor.rect.shape.clone();
             let data = &tensor.data;
             let same_bytes = match data.is_empty() {
                 true => first.clone().unwrap_or_else(|| tensor.name.clone()),

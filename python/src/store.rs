@@ -109,7 +109,8 @@ impl Store {
             Some(names) => Ok(parsed.of_tensors(NamePatterns::parse([names])?)),
             None => Ok(parsed),
         });
-        let (store, predicate) = (&self.inner, parsed.map_err(|e| raise(&e))?);
+        let store = &self.inner;
+        let predicate = parsed.map_err(|e| raise(&e))?;
         let found = py.detach(|| until_done(store, store.inner().history().bisect(&predicate)))?;
         let report = PyDict::new(py);
         let matches = found.first.iter().flat_map(|first| &first.tensors).map(|found| {

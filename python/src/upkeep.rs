@@ -72,7 +72,8 @@ pub(crate) fn copy_to<'py>(
     take_over: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let options = CopyOptions { steps, take_over, ..CopyOptions::default() };
-    let (store, destination) = (&store.inner, &destination.inner);
+    let store = &store.inner;
+    let destination = &destination.inner;
     let copied = py.detach(|| until_done(store, maintain::copy(store.inner(), destination.inner(), &options)))?;
     let report = PyDict::new(py);
     report.set_item("snapshots", copied.snapshots)?;

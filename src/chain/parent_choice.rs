@@ -55,7 +55,9 @@ impl ParentChoice {
         let previous_fits = previous.fits(base_bytes);
         let takes_previous = previous_fits && previous.is_small(base_bytes);
         let last_base = last_base.filter(|last_base| {
-            let (base, previous, delta) = (u128::from(base_bytes), u128::from(previous.delta_bytes), u128::from(last_base.delta_bytes));
+            let base = u128::from(base_bytes);
+            let previous = u128::from(previous.delta_bytes);
+            let delta = u128::from(last_base.delta_bytes);
             last_base.fits(base_bytes) && last_base.is_small(base_bytes) && (previous_fits || delta * 3 < base * 2 + previous)
         });
         match last_base {

@@ -129,7 +129,8 @@ impl Plans {
         if !plan.candidates().iter().any(|&(link, cask)| names(link, cask)) {
             return Ok(());
         }
-        let (name, rect) = (plan.name.clone(), plan.rect.clone());
+        let name = plan.name.clone();
+        let rect = plan.rect.clone();
         for (at, link) in links.iter().enumerate() {
             let directory = &link.as_ref().directory;
             let Some(tensor) = directory.find(&name) else { continue };

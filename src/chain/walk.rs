@@ -47,10 +47,12 @@ impl ShardPlan {
     /// Does the same as [`new`](Self::new), numbered as in the directory of link `at`.
     pub(crate) fn at(links: &[impl AsRef<Link>], at: usize, tensor: usize, shard: usize) -> Result<Self> {
         let directory = links.get(at).map(|link| &link.as_ref().directory).ok_or_else(|| Error::invalid("no such link"))?;
-        let (name, dtype) = (directory.name(tensor), directory.dtype(tensor));
+        let name = directory.name(tensor);
+        let dtype = directory.dtype(tensor);
         let rect = directory.shard(shard).rect;
         let shape = directory.shape(tensor);
-        let (mut candidates, mut absent) = (Vec::new(), Vec::new());
+        let mut candidates = Vec::new();
+        let mut absent = Vec::new();
         for (at, link) in links.iter().enumerate() {
             match link.as_ref().find(name, dtype, &shape, &rect) {
                 Some(Some((cask, _))) => candidates.push((at, cask)),

@@ -15,10 +15,12 @@ pub(super) fn glance(data: &[u8], stretches: usize) -> Vec<u8> {
 /// Returns the second beta that explains second moments best, by least squares: `v1 - g^2 = beta * (v0 - g^2)`. A point
 /// is `v0`, `v1` and `g`.
 pub(super) fn second_beta(points: impl Iterator<Item = [f64; 3]>) -> Option<f64> {
-    let (mut xx, mut xy) = (0.0, 0.0);
+    let mut xx = 0.0;
+    let mut xy = 0.0;
     for [v0, v1, gradient] in points {
         let square = gradient * gradient;
-        let (x, y) = ((v0 - square) / v1, (v1 - square) / v1);
+        let x = (v0 - square) / v1;
+        let y = (v1 - square) / v1;
         if x.is_finite() && y.is_finite() {
             (xx, xy) = (xx + x * x, xy + x * y);
         }

@@ -45,7 +45,8 @@ impl Codec for Bitmask {
         let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
         let width = chunk.dtype.unit_bytes();
         let data = sample(chunk.data, width);
-        let (changed, sampled) = (mask::count_changed(width, &sample(base, width), &data) as u64, (data.len() / width) as u64);
+        let changed = mask::count_changed(width, &sample(base, width), &data) as u64;
+        let sampled = (data.len() / width) as u64;
         let units = (chunk.data.len() / width) as u64;
         Some(vec![units.div_ceil(8), changed.saturating_mul(units).div_ceil(sampled.max(1)).saturating_mul(width as u64)])
     }

@@ -56,7 +56,8 @@ fn quantize(data: &[u8]) -> Option<Blocks> {
 
 fn quantize_on(signed: bool, exactly: bool, data: &[u8]) -> Option<Blocks> {
     let map = if signed { &*maps::SIGNED } else { &*maps::UNSIGNED };
-    let (mut absmax, mut codes) = (Vec::new(), Vec::with_capacity(data.len() / 4));
+    let mut absmax = Vec::new();
+    let mut codes = Vec::with_capacity(data.len() / 4);
     for block in data.chunks(BLOCK * 4) {
         let greatest = floats(block).fold(0f32, |most, x| if x.abs() > most { x.abs() } else { most });
         // Denormals become zero. Their products with the map would be zero too, and some of those would be negative
@@ -163,7 +164,8 @@ mod tests {
         let chunk = Chunk::new(Dtype::F32, 2000, &data);
         let stored = Blockwise8.encode(&chunk).unwrap().into_bytes();
         let input = Columns { dtype: Dtype::F32, element_count: 2000, columns: &stored, base: None, partners: &[] };
-        let (mut out, mut other) = (vec![0; 8000], vec![0; 8000]);
+        let mut out = vec![0; 8000];
+        let mut other = vec![0; 8000];
         super::super::decode(&Blockwise8, &input, &mut out).unwrap();
         crate::kernels::with_odd_environment(|| super::super::decode(&Blockwise8, &input, &mut other)).unwrap();
         assert!(out.iter().any(|byte| *byte != 0));

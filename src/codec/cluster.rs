@@ -148,7 +148,8 @@ impl Cluster {
             return Some(exact);
         }
         let units = data.len() / 4;
-        let (mut labels, mut codes) = (vec![0; units], vec![0; units]);
+        let mut labels = vec![0; units];
+        let mut codes = vec![0; units];
         kernel::labels(&self.edges(data), data, &mut labels);
         let mut all: Vec<(f32, f32)> = Vec::new();
         for (least, greatest) in kernel::ranges(&labels, data).into_iter().take(usize::from(self.clusters).clamp(1, MAX_CLUSTERS)) {
@@ -184,7 +185,8 @@ impl Cluster {
         let most = usize::from(self.clusters);
         let clusters = longest_runs(&distinct, self.map, most).or_else(|| fewest_runs(&distinct, self.map, most))?;
         // Each number is a code of the cluster whose run contains it.
-        let (mut labels, mut codes) = (Vec::with_capacity(data.len() / 4), Vec::with_capacity(data.len() / 4));
+        let mut labels = Vec::with_capacity(data.len() / 4);
+        let mut codes = Vec::with_capacity(data.len() / 4);
         for x in floats(data) {
             let label = clusters.partition_point(|(first, _)| *first <= x).checked_sub(1)?;
             let (offset, scale) = *clusters.get(label)?;
@@ -219,7 +221,8 @@ fn code_of(map: CodeMap, offset: f32, scale: f32, x: f32) -> Option<u8> {
 /// Covers ascending numbers with at most `most` clusters that represent them exactly, each as long as possible. For
 /// numbers that an earlier decode produced, this greedy search nearly always succeeds.
 fn longest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f32)>> {
-    let (mut all, mut rest) = (Vec::new(), numbers);
+    let mut all = Vec::new();
+    let mut rest = numbers;
     while let Some(first) = rest.first() {
         let runs = (2..=rest.len().min(256)).rev();
         let found = runs.into_iter().find_map(|length| Some((length, scale_of(rest.get(..length)?, map)?)));
@@ -250,7 +253,8 @@ fn fewest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f
         }
         best[first] = found;
     }
-    let (mut all, mut at) = (Vec::new(), 0);
+    let mut all = Vec::new();
+    let mut at = 0;
     while let Some(first) = numbers.get(at) {
         let (_, length, scale) = *best.get(at)?;
         all.push((*first, scale));
@@ -263,7 +267,8 @@ fn fewest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f
 fn scale_of(numbers: &[f32], map: CodeMap) -> Option<f32> {
     /// Greatest distance, in steps of f32, between the range of decoded numbers and the range of the encoded ones.
     const AWAY: i32 = 6;
-    let (first, last) = (*numbers.first()?, *numbers.last()?);
+    let first = *numbers.first()?;
+    let last = *numbers.last()?;
     let about = (last - first) / map.span();
     let some = [numbers.get(1), numbers.get(numbers.len() / 2), numbers.get(numbers.len().wrapping_sub(2))];
     if !some.into_iter().flatten().all(|x| is_near_a_code(map, first, about, *x)) {

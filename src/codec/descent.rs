@@ -106,7 +106,8 @@ fn fits(inputs: Inputs<'_>, data: &[u8]) -> Vec<Step> {
         let (_, &mut worst, _) = errors.select_nth_unstable_by(rows.len() * 9 / 10, f64::total_cmp);
         let best: Vec<[f64; 4]> = rows.iter().filter(|row| error(row, first) <= worst).copied().collect();
         let [loss, now, before] = solve(&best, terms).unwrap_or(first);
-        let (scale, momentum) = (now + before, -before / (now + before));
+        let scale = now + before;
+        let momentum = -before / (now + before);
         let direction = if terms == 2 { Direction::Momentum } else { Direction::Nesterov };
         let [decay, scale, momentum] = [1.0 + loss, scale, momentum].map(|x| x as f32);
         found.push(Step { update: Update::Fused, direction, decay, scale, momentum });

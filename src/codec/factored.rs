@@ -71,7 +71,8 @@ impl Terms {
 
     /// Returns the term of a row, given the terms of the columns.
     fn of_row(center: i64, columns: &[i8], row: &[u8]) -> i8 {
-        let (mut sum, mut count) = (0i32, 0i32);
+        let mut sum = 0i32;
+        let mut count = 0i32;
         for (&exponent, &column) in row.iter().zip(columns) {
             let used = i32::from(exponent != 0);
             sum = sum.wrapping_add(used * (4 * i32::from(exponent) - i32::from(column)));

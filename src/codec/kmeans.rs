@@ -148,7 +148,8 @@ fn initial_levels(bins: &[Bin], count: usize) -> Vec<f64> {
         // Weights of the tiniest numbers overflow: take equal shares of the bins.
         return (0..count).map(|k| value((2 * k + 1) * bins.len() / (2 * count))).collect();
     }
-    let (mut at, mut before) = (0, 0.0);
+    let mut at = 0;
+    let mut before = 0.0;
     let place = |k: usize| {
         let wanted = total * (k as f64 + 0.5) / count as f64;
         while at + 1 < bins.len() && before + shares[at] < wanted {
@@ -211,7 +212,8 @@ impl KMeans {
         let is_relative = self.error != LevelError::Absolute && sensitivities.is_none();
         let levels = self.means(&kept, is_relative, chunk.dtype);
         let between = midpoints(&levels);
-        let (mut codes, mut protected) = (Vec::with_capacity(values.len()), Vec::new());
+        let mut codes = Vec::with_capacity(values.len());
+        let mut protected = Vec::new();
         for (at, &x) in values.iter().enumerate() {
             if is_protected(at, x) {
                 protected.push(at);
@@ -300,7 +302,8 @@ impl KMeans {
         if levels.is_empty() {
             levels.push(0.0);
         }
-        let (mut codes, mut protected) = (Vec::with_capacity(values.len()), Vec::new());
+        let mut codes = Vec::with_capacity(values.len());
+        let mut protected = Vec::new();
         for (at, x) in values.iter().enumerate() {
             match levels.binary_search_by(|level| level.total_cmp(x)) {
                 Ok(code) => codes.push(code as u8),

@@ -48,7 +48,8 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
 fn grid_of(data: &[u8]) -> Option<u32> {
     const GLANCE: usize = 64;
     let mut needs = [0usize; MAX_LOG2 as usize + 1];
-    let (mut seen, mut off) = (0, 0);
+    let mut seen = 0;
+    let mut off = 0;
     for needed in sample(data, 4).as_chunks::<4>().0.iter().filter_map(|unit| kernel::coarsest(*unit)) {
         seen += 1;
         match needed.and_then(|log2| needs.get_mut(log2 as usize)) {
@@ -84,7 +85,8 @@ impl Terms {
     /// Fits terms to codes in rows of `columns` elements.
     fn fit<'a>(grid: &Grid, rows: impl Iterator<Item = &'a [i16]> + Clone, columns: usize, by_column: bool) -> Self {
         let steps = 1i64 << grid.log2();
-        let (mut sums, mut counts) = (vec![0i64; columns], vec![0i64; columns]);
+        let mut sums = vec![0i64; columns];
+        let mut counts = vec![0i64; columns];
         for row in rows.clone() {
             for ((&code, sum), count) in row.iter().zip(&mut sums).zip(&mut counts) {
                 *sum += i64::from(code.max(0));
@@ -104,7 +106,9 @@ impl Terms {
 
     /// Returns the term of a row, given the terms of the columns.
     fn of_row(grid: &Grid, center: i64, columns: &[i8], row: &[i16]) -> i8 {
-        let (mut sum, mut terms, mut count) = (0i64, 0i64, 0i64);
+        let mut sum = 0i64;
+        let mut terms = 0i64;
+        let mut count = 0i64;
         for &code in row {
             sum += i64::from(code.max(0));
             count += i64::from(code >= 0);
@@ -156,7 +160,8 @@ fn plan(chunk: &Chunk<'_>) -> Option<Plan> {
     let absolute = absolute_sizes(chunk, &grid, rows, columns, is_matrix)?;
     let Some(base) = chunk.whole_base() else { return Some(Plan { log2, delta: false, sizes: absolute }) };
     let mut found = Found::default();
-    let (data, base) = (sample(chunk.data, 4), sample(base, 4));
+    let data = sample(chunk.data, 4);
+    let base = sample(base, 4);
     let mut near = int16s(data.len() / 4).ok()?;
     kernel::expected(&grid, &base, &mut near);
     found.add(&grid, &data, Some(&base), &near)?;
@@ -183,7 +188,8 @@ impl Found {
         let units = data.len() / 4;
         let mut codes = int16s(units).ok()?;
         kernel::codes(grid, data, &mut codes);
-        let (mut symbols, mut signs) = (Spare::new(units, "symbols").ok()?, Spare::new(units.div_ceil(8), "signs").ok()?);
+        let mut symbols = Spare::new(units, "symbols").ok()?;
+        let mut signs = Spare::new(units.div_ceil(8), "signs").ok()?;
         kernel::symbols(&codes, expected, &mut symbols);
         kernel::signs(&symbols, data, base, &mut signs);
         for (histogram, plane) in [(&mut self.symbols, &symbols), (&mut self.signs, &signs)] {
@@ -225,7 +231,8 @@ fn absolute_sizes(chunk: &Chunk<'_>, grid: &Grid, rows: usize, columns: usize, i
         kernel::codes(grid, row_of(2 * at)?, codes);
     }
     let terms = Terms::fit(grid, fitted.chunks(columns), columns, true);
-    let (mut codes, mut near) = (int16s(columns).ok()?, int16s(columns).ok()?);
+    let mut codes = int16s(columns).ok()?;
+    let mut near = int16s(columns).ok()?;
     for at in (1..sampled).step_by(2) {
         let data = row_of(at)?;
         kernel::codes(grid, data, &mut codes);
@@ -268,9 +275,11 @@ impl Codec for LogUniform {
         let grid = Grid::new(plan.log2);
         let base = chunk.whole_base().filter(|_| plan.delta);
         let units = chunk.data.len() / 4;
-        let (mut codes, mut near) = (int16s(units)?, int16s(units)?);
+        let mut codes = int16s(units)?;
+        let mut near = int16s(units)?;
         kernel::codes(&grid, chunk.data, &mut codes);
-        let (mut rows, mut columns) = (vec![], vec![]);
+        let mut rows = vec![];
+        let mut columns = vec![];
         match base {
             Some(base) => kernel::expected(&grid, base, &mut near),
             None => {
@@ -282,7 +291,8 @@ impl Codec for LogUniform {
                 columns.extend(terms.columns.iter().map(|&term| term as u8));
             }
         }
-        let (mut symbols, mut signs) = (Spare::new(units, "symbols")?, Spare::new(units.div_ceil(8), "signs")?);
+        let mut symbols = Spare::new(units, "symbols")?;
+        let mut signs = Spare::new(units.div_ceil(8), "signs")?;
         kernel::symbols(&codes, &near, &mut symbols);
         kernel::signs(&symbols, chunk.data, base, &mut signs);
         let mut escapes = Vec::new();
@@ -333,7 +343,8 @@ impl Codec for LogUniform {
                 Terms::expect(center, &signed(rows)?, &signed(terms)?, &grid, &mut near);
             }
         }
-        let (mut symbols, mut bits) = (Spare::new(units, "symbols")?, Spare::new(units.div_ceil(8), "signs")?);
+        let mut symbols = Spare::new(units, "symbols")?;
+        let mut bits = Spare::new(units.div_ceil(8), "signs")?;
         entropy::decode(codes, &mut symbols)?;
         entropy::decode(signs, &mut bits)?;
         if !kernel::numbers(&grid, &symbols, &near, out) {

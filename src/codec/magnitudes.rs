@@ -61,7 +61,8 @@ impl<'a> Split<'a> {
             return Ok(Self { tops: MaybeSpare::Borrowed(data), rest: vec![] });
         }
         let mut tops = Spare::new(data.len() / 2, "upper halves")?;
-        let (mut plane0, mut plane1) = (PlaneBuffer::new(data.len() / 4, "byte planes")?, PlaneBuffer::new(data.len() / 4, "byte planes")?);
+        let mut plane0 = PlaneBuffer::new(data.len() / 4, "byte planes")?;
+        let mut plane1 = PlaneBuffer::new(data.len() / 4, "byte planes")?;
         kernel::split(data, &mut tops, &mut plane0, &mut plane1);
         Ok(Self { tops: MaybeSpare::Own(tops), rest: vec![plane0, plane1] })
     }
@@ -118,7 +119,8 @@ impl Terms {
     /// Fits terms to rows of `columns` units, given by their tops.
     fn fit<'a>(shape: Shape, rows: impl Iterator<Item = &'a [u8]> + Clone, columns: usize) -> Result<Self> {
         let mut terms = Self { center: 0, rows: vec![], columns: zeros(columns)? };
-        let (mut total, mut used) = (0i64, 0i64);
+        let mut total = 0i64;
+        let mut used = 0i64;
         if shape.columns {
             let mut sums: Vec<u32> = reserve(columns, "sums of columns")?;
             sums.resize(columns, 0);
@@ -169,7 +171,8 @@ fn narrow(symbols: &mut [u8]) -> u8 {
     let histogram = entropy::count_about(symbols);
     let least = 1 + symbols.len() as u32 / 4096;
     let kept = |symbol: &u8| *symbol > 0 && histogram.get(usize::from(*symbol)).is_some_and(|&n| n >= least);
-    let (first, last) = ((0..=255).find(kept).unwrap_or(1), (0..=255).rfind(kept).unwrap_or(1));
+    let first = (0..=255).find(kept).unwrap_or(1);
+    let last = (0..=255).rfind(kept).unwrap_or(1);
     kernel::narrow(symbols, first, last);
     first
 }
@@ -183,7 +186,8 @@ fn matrix(chunk: &Chunk<'_>) -> Option<(usize, usize)> {
 
 /// Returns the low bytes, then the high bytes, of the magnitudes that have no symbol.
 fn escaped<'a>(symbols: &[u8], rows: impl Iterator<Item = &'a [u8]>, columns: usize) -> Vec<u8> {
-    let (mut lows, mut highs) = (Vec::new(), Vec::new());
+    let mut lows = Vec::new();
+    let mut highs = Vec::new();
     for (symbols, tops) in symbols.chunks(columns.max(1)).zip(rows) {
         kernel::for_each_escape(symbols, |at| {
             let magnitude = kernel::magnitudes(tops.get(2 * at..2 * at + 2).unwrap_or_default()).next().unwrap_or(0);
@@ -358,7 +362,8 @@ impl Codec for Magnitudes {
             (rows, columns) => (rows.checked_mul(columns) == Some(units)).then_some(columns),
         };
         let width = width.ok_or_else(|| {
-            let (rows, columns) = (rows.len(), terms.len());
+            let rows = rows.len();
+            let columns = terms.len();
             bad("magnitudes 2.1", format!("terms of {rows} rows and {columns} columns for {units} elements"))
         })?;
         let mut by_column = zeros(width)?;

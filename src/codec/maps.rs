@@ -18,7 +18,8 @@ fn dynamic(signed: bool) -> Map {
         let count = 1u64 << (exponent + u32::from(!signed));
         for k in 0..count {
             // Both integers are exact in binary64, so every machine computes the same map.
-            let (above, below) = (2 * count + 9 * (2 * k + 1), 20 * count * 10u64.pow(6 - exponent));
+            let above = 2 * count + 9 * (2 * k + 1);
+            let below = 20 * count * 10u64.pow(6 - exponent);
             let number = (above as f64 / below as f64) as f32;
             all.push(number);
             if signed {

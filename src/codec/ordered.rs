@@ -102,7 +102,8 @@ impl Codec for Ordered {
         let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
         let width = chunk.dtype.unit_bytes();
         let units = (chunk.data.len() / width) as u64;
-        let (data, base) = (sample(chunk.data, width), sample(base, width));
+        let data = sample(chunk.data, width);
+        let base = sample(base, width);
         let mut tokens = Spare::new(data.len() / width, "tokens").ok()?;
         let mut exponents = Spare::new(data.len() / width, "classes").ok()?;
         kernel::tokens(width, &base, &data, &mut tokens);

@@ -96,7 +96,8 @@ impl<'a> Model<'a> {
         match *self {
             Self::Step { first, second } => {
                 let ([before, now], [before2, now2]) = (sampled(first), sampled(second));
-                let (first, second) = (Moments { before: &before, now: &now }, Moments { before: &before2, now: &now2 });
+                let first = Moments { before: &before, now: &now };
+                let second = Moments { before: &before2, now: &now2 };
                 Model::Step { first, second }.predict(&base, by, &mut out);
             }
             Self::Moment { first } => {
@@ -156,7 +157,8 @@ fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
             ([newer, older, point.base, 0.0], point.target - point.base)
         }
         None => {
-            let (m0, m1) = (point.before[0], point.now[0]);
+            let m0 = point.before[0];
+            let m1 = point.now[0];
             ([point.base, m1 * m1, m0 * m0, m0 * m1], point.target)
         }
     }
@@ -192,7 +194,8 @@ fn fit(points: &[Point], epsilon: Option<f64>) -> ([f64; 4], f64) {
     };
     // The second round corrects the rounding errors of the first.
     for _ in 0..2 {
-        let (mut matrix, mut right) = ([[0.0f64; 4]; 4], [0.0f64; 4]);
+        let mut matrix = [[0.0f64; 4]; 4];
+        let mut right = [0.0f64; 4];
         for (features, target) in &rows {
             let residual = rest(&coefficients, features, *target);
             let scaled: [f64; 4] = std::array::from_fn(|i| features[i] * scale[i]);

@@ -118,7 +118,8 @@ pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f
         return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
     }
     let units = out.len() / 4;
-    let (low, high) = (entropy::read_plane(low, units, "differences")?, entropy::read_plane(high, units, "differences")?);
+    let low = entropy::read_plane(low, units, "differences")?;
+    let high = entropy::read_plane(high, units, "differences")?;
     remainder::join(partner, f16, mode == TRUNCATED, &low, &high, out);
     let mut before = None;
     for exception in exceptions {

@@ -72,7 +72,8 @@ impl CodecRules {
         match self.rules.iter().find(|rule| registry.get(&rule.codec).is_none()) {
             None => Ok(()),
             Some(Rule { pattern, codec }) => {
-                let (pattern, codec) = (pattern.text().escape_debug(), codec.escape_debug());
+                let pattern = pattern.text().escape_debug();
+                let codec = codec.escape_debug();
                 let known: Vec<&str> = registry.iter().map(|codec| codec.id()).collect();
                 Err(Error::invalid(format!("the rule `{pattern}={codec}` names an unknown codec; use one of {}", known.join(", "))))
             }

@@ -442,7 +442,8 @@ mod tests {
     /// A chain that does not end would be followed for ever.
     #[test]
     fn a_parent_is_an_earlier_row() {
-        let (first, second) = (with_user(0, "loss".into()), with_user(1, "loss".into()));
+        let first = with_user(0, "loss".into());
+        let second = with_user(1, "loss".into());
         let decoded = |parents: [Option<Id>; 2]| {
             let mut state = LogState::default();
             (state.sequence, state.head) = (2, Some(Digest::of(&[])));

@@ -126,7 +126,8 @@ impl Log {
             let what = format!("{STORE_FILE} names run {}, and named run {}", fresh.store_file.run, self.store_file.run);
             return Ok(Some(Stale::replaced(what, &self.store)));
         }
-        let (ours, theirs) = (self.state.sequence, fresh.state.sequence);
+        let ours = self.state.sequence;
+        let theirs = fresh.state.sequence;
         let stale = match theirs.cmp(&ours) {
             std::cmp::Ordering::Less => {
                 let what = format!("the log ends with entry {theirs}, and ended with entry {ours}");

@@ -55,7 +55,8 @@ impl<'l> StoredEntries<'l> {
     /// Does the same without looking again.
     #[boxed]
     pub(super) async fn find_gap_once(&self) -> Result<Option<Error>> {
-        let (listed, last) = (self.listed().await?, self.log.state.sequence);
+        let listed = self.listed().await?;
+        let last = self.log.state.sequence;
         // Listings may lag.
         let next = self.log.state.next_sequence()?;
         let end = if listed.range(next..).next().is_some() { next } else { last };
@@ -81,7 +82,8 @@ impl<'l> StoredEntries<'l> {
 
     /// Compares an entry with the one that this log knows: by the size in a listing, or by its bytes.
     async fn find_change(&self, sequence: u64, known: KnownEntry, listed_bytes: Option<u64>) -> Result<Option<Error>> {
-        let (path, limits) = (LogEntry::path_of(sequence), self.log.store.limits());
+        let path = LogEntry::path_of(sequence);
+        let limits = self.log.store.limits();
         let found = match listed_bytes {
             Some(bytes) if bytes == known.bytes => return Ok(None),
             Some(bytes) => Err(Error::corrupt(format!("has {bytes} bytes, {} were written", known.bytes))),

@@ -92,8 +92,10 @@ impl Log {
     #[boxed]
     pub(crate) async fn load_part(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
-        let (store_file, mut catalogs) = (store_file?, catalogs?);
-        let (newest, skipped) = (BTreeMap::new(), Vec::new());
+        let store_file = store_file?;
+        let mut catalogs = catalogs?;
+        let newest = BTreeMap::new();
+        let skipped = Vec::new();
         let mut log = Self { store: store.clone(), store_file, state: LogState::default(), newest, entered: None, skipped, job: None };
         let mut entered = begin_with_catalog(&mut log, &catalogs).await?;
         if entered.is_none() && log.skipped.iter().any(|error| error.kind() == ErrorKind::Storage) {
@@ -140,7 +142,8 @@ impl Log {
     /// requests together: one for that entry and one for the next.
     #[boxed]
     pub(crate) async fn catch_up(&mut self) -> Result<Standing> {
-        let (next, known) = (self.state.next_sequence()?, self.state.sequence > 0);
+        let next = self.state.next_sequence()?;
+        let known = self.state.sequence > 0;
         let mut entries = fetch_entries(&self.store, if known { self.state.sequence } else { next }, 1 + u64::from(known)).await?;
         if known {
             let (_, last) = entries.remove(0);
@@ -511,7 +514,8 @@ mod tests {
         Store::open(url).unwrap().writer(Policy::Full).await.unwrap();
         let known = Log::load_part(&Store::open(url).unwrap()).await.unwrap();
         let other = LogEntry::new(2, known.state.head, Id([7; 16]), Id([9; 16]), 0, Event::Opened { leader: None });
-        let (bytes, path) = (other.encode().unwrap().0, folder.join(LogEntry::path_of(2)));
+        let bytes = other.encode().unwrap().0;
+        let path = folder.join(LogEntry::path_of(2));
         let client = FaultStore::new(Arc::new(LocalFileSystem::new_with_prefix(folder).unwrap()), move |operation, object| {
             if operation == Operation::Create && object.as_ref() == LogEntry::path_of(2) {
                 std::fs::write(&path, &bytes).unwrap();

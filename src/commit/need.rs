@@ -83,7 +83,8 @@ pub(super) async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stal
     if needs.len() > MAX_HEADS {
         listed.extend(store.objects().list("casks").await?.into_iter().map(|found| (found.path, found.bytes)));
     }
-    let (mut by_size, mut by_content) = (Vec::new(), Vec::new());
+    let mut by_size = Vec::new();
+    let mut by_content = Vec::new();
     for (&path, &proof) in &needs {
         match proof {
             // Requests objects that the listing lacks, because listings may lag.
@@ -93,7 +94,9 @@ pub(super) async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stal
         }
     }
     let compare = |(path, proof): (&str, &Proof)| {
-        let (store, path, proof) = (store.clone(), path.to_owned(), proof.clone());
+        let store = store.clone();
+        let path = path.to_owned();
+        let proof = proof.clone();
         async move { proof.compare(&store, &path).await }
     };
     let paths = by_size.iter().map(|(path, _)| (*path).to_owned()).collect();

@@ -165,7 +165,8 @@ pub(crate) async fn forget_among(log: &mut Log, writer: Id, snapshots: &[Id]) ->
         if wanted(log.state()).is_empty() {
             continue;
         }
-        let (mut ids, mut are_gone) = (Vec::new(), false);
+        let mut ids = Vec::new();
+        let mut are_gone = false;
         let appended = log.append(writer, |state| {
             // Another process may have pinned or forgotten some since.
             ids = wanted(state);

@@ -20,7 +20,8 @@ impl Lengths {
         let leaves = symbols.len();
         let mut weights: Vec<u64> = symbols.iter().map(|(n, _)| u64::from(*n)).collect();
         let mut parents = vec![0usize; (2 * leaves).saturating_sub(1)];
-        let (mut leaf, mut inner) = (0, leaves);
+        let mut leaf = 0;
+        let mut inner = leaves;
         for node in leaves..(2 * leaves).saturating_sub(1) {
             let mut sum = 0;
             for _ in 0..2 {
@@ -88,7 +89,8 @@ impl Lengths {
 
     pub(super) fn get(input: &mut Input<'_>) -> Result<Self> {
         let bad = |message: &str| Err(Error::corrupt(message).clause("entropy 5.1"));
-        let (first, last) = (usize::from(input.byte("a table")?), usize::from(input.byte("a table")?));
+        let first = usize::from(input.byte("a table")?);
+        let last = usize::from(input.byte("a table")?);
         if last <= first {
             return bad("a Huffman table of fewer than two symbols");
         }

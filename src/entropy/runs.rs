@@ -67,7 +67,8 @@ pub(super) fn decode(input: &mut Input<'_>, mut out: &mut [u8]) -> Result<()> {
             return bad("two runs of one symbol follow one another");
         }
         before = Some(symbol);
-        let (mut length, mut shift) = (0usize, 0);
+        let mut length = 0usize;
+        let mut shift = 0;
         loop {
             let byte = input.byte("the length of a run")?;
             if shift > 21 || (byte == 0 && shift > 0) {

@@ -155,7 +155,8 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
         header.insert(METADATA.into(), json!(snapshot.metadata()));
     }
     let mut end = 0u64;
-    let (mut slices, mut starts) = (Vec::new(), Vec::new());
+    let mut slices = Vec::new();
+    let mut starts = Vec::new();
     for Selected { name, slice } in selected {
         if name == METADATA {
             return Err(Error::unsupported("safetensors keeps this name for its own use. Select other tensors").tensor(name));

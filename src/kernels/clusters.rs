@@ -46,7 +46,8 @@ fn labels_any(edges: &[f32], data: &[u8], out: &mut [u8]) {
         *slot = *edge;
     }
     for (data, out) in data.chunks(LANES * 4).zip(out.chunks_mut(LANES)) {
-        let (mut numbers, mut counts) = ([0f32; LANES], [0u32; LANES]);
+        let mut numbers = [0f32; LANES];
+        let mut counts = [0u32; LANES];
         for (number, x) in numbers.iter_mut().zip(floats(data)) {
             *number = x;
         }
@@ -125,7 +126,9 @@ mod tests {
             assert!((x - y).abs() < 0.01);
         }
         for level in Level::available() {
-            let (mut labels, mut other_codes, mut out) = (vec![0; numbers.len()], vec![0; numbers.len()], vec![0; data.len()]);
+            let mut labels = vec![0; numbers.len()];
+            let mut other_codes = vec![0; numbers.len()];
+            let mut out = vec![0; data.len()];
             labels_at(level, &edges, &data, &mut labels);
             linear_codes_at(level, &labels, &data, &tables, &mut other_codes);
             join_at(level, &labels, &other_codes, &tables, &mut out);

@@ -92,7 +92,8 @@ mod tests {
             .collect();
         let quotients = to_bytes(&numbers);
         let elements = to_bytes(&numbers.iter().map(|x| x + 1.0).collect::<Vec<_>>());
-        let (mut exponents, mut lengths) = (vec![0; numbers.len()], vec![0; numbers.len()]);
+        let mut exponents = vec![0; numbers.len()];
+        let mut lengths = vec![0; numbers.len()];
         let bits = split(&quotients, &elements, &mut exponents, &mut lengths);
         let mut out = vec![0; quotients.len()];
         assert!(join(&exponents, &lengths, &bits, &mut out));

@@ -40,15 +40,22 @@ fn lanes(bytes: &[u8; LANES * 4]) -> [f32; LANES] {
 
 #[inline(always)]
 fn measure_any(before: &[u8], after: &[u8]) -> Sums {
-    let (mut max, mut relative, mut squares) = ([0f64; LANES], [0f64; LANES], [0f64; LANES]);
-    let (mut elements, mut flips) = ([0u32; LANES], [0u32; LANES]);
-    let (mut all_elements, mut all_flips) = (0u64, 0u64);
+    let mut max = [0f64; LANES];
+    let mut relative = [0f64; LANES];
+    let mut squares = [0f64; LANES];
+    let mut elements = [0u32; LANES];
+    let mut flips = [0u32; LANES];
+    let mut all_elements = 0u64;
+    let mut all_flips = 0u64;
     for (before, after) in before.chunks(BLOCK).zip(after.chunks(BLOCK)) {
         let mut add = |before: &[u8; LANES * 4], after: &[u8; LANES * 4]| {
-            let (before, after) = (lanes(before), lanes(after));
+            let before = lanes(before);
+            let after = lanes(after);
             for lane in 0..LANES {
-                let (x, y) = (before[lane], after[lane]);
-                let (magnitude, error) = (f64::from(x.abs()), (f64::from(y) - f64::from(x)).abs());
+                let x = before[lane];
+                let y = after[lane];
+                let magnitude = f64::from(x.abs());
+                let error = (f64::from(y) - f64::from(x)).abs();
                 let is_finite = x.abs() < f32::INFINITY;
                 let counts = is_finite & (x != 0.0);
                 let of = (if counts { error } else { 0.0 }) / (if counts { magnitude } else { 1.0 });
@@ -87,12 +94,14 @@ fn measure_any(before: &[u8], after: &[u8]) -> Sums {
 
 #[inline(always)]
 fn updates_any(first: [&[u8]; 2], second: [&[u8]; 2]) -> [f64; 2] {
-    let (mut errors, mut sizes) = ([0f64; LANES], [0f64; LANES]);
+    let mut errors = [0f64; LANES];
+    let mut sizes = [0f64; LANES];
     let update = |m: f32, v: f32| f64::from(m) / (f64::from(v).sqrt() + 1e-8);
     let befores = floats(first[0]).zip(floats(second[0]));
     let afters = floats(first[1]).zip(floats(second[1]));
     for (at, ((m, v), (rounded_m, rounded_v))) in befores.zip(afters).enumerate() {
-        let (before, after) = (update(m, v), update(rounded_m, rounded_v));
+        let before = update(m, v);
+        let after = update(rounded_m, rounded_v);
         let error = after - before;
         let counts = before.is_finite() & after.is_finite();
         errors[at % LANES] += if counts { error * error } else { 0.0 };

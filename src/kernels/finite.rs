@@ -59,7 +59,8 @@ mod tests {
                 }
             }
             assert!(is_finite_at(level, Dtype::U8, &[0xff; 64]));
-            let (mut parts, infinity) = ([0; 64], f32::INFINITY.to_le_bytes());
+            let mut parts = [0; 64];
+            let infinity = f32::INFINITY.to_le_bytes();
             parts[60..].copy_from_slice(&infinity);
             assert!(!is_finite_at(level, Dtype::C64, &parts) && is_finite_at(level, Dtype::C64, &parts[..56]));
             for (dtype, special) in [

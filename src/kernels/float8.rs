@@ -51,7 +51,9 @@ impl Float8 {
     /// Measures elements.
     pub(super) fn measure(&self, data: &[u8]) -> ValueStatistics {
         let mut found = ValueStatistics::default();
-        let (mut sums, mut squares, mut counts) = ([0f64; LANES], [0f64; LANES], [0u64; 256]);
+        let mut sums = [0f64; LANES];
+        let mut squares = [0f64; LANES];
+        let mut counts = [0u64; 256];
         for row in data.chunks(LANES) {
             for ((sum, square), &bits) in sums.iter_mut().zip(&mut squares).zip(row) {
                 let value = self.finite[usize::from(bits)];
@@ -88,10 +90,12 @@ impl Float8 {
     /// Measures the change of elements.
     pub(super) fn compare(&self, before: &[u8], after: &[u8]) -> ChangeStatistics {
         let mut squares = [0f64; LANES];
-        let (mut changed, mut ulps) = (0u64, 0u16);
+        let mut changed = 0u64;
+        let mut ulps = 0u16;
         for (before, after) in before.chunks(LANES).zip(after.chunks(LANES)) {
             for ((square, &x), &y) in squares.iter_mut().zip(before).zip(after).filter(|((_, x), y)| x != y) {
-                let (old, new) = (usize::from(x), usize::from(y));
+                let old = usize::from(x);
+                let new = usize::from(y);
                 changed += 1;
                 if self.values[old].is_finite() && self.values[new].is_finite() {
                     let difference = self.values[new] - self.values[old];
@@ -148,7 +152,8 @@ impl Format {
         let Self::Signed { mantissa_bits, bias, special } = self else {
             return if bits == 0xff { f64::NAN } else { power_of_two(bits as i32 - 127) };
         };
-        let (sign, magnitude) = (if bits & 0x80 == 0 { 1.0 } else { -1.0 }, bits & 0x7f);
+        let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+        let magnitude = bits & 0x7f;
         match special {
             Special::OneNan if magnitude == 0x7f => return f64::NAN,
             Special::NegativeZero if bits == 0x80 => return f64::NAN,
@@ -158,7 +163,8 @@ impl Format {
             }
             _ => {}
         }
-        let (exponent, mantissa) = ((magnitude >> mantissa_bits) as i32, (magnitude & ((1 << mantissa_bits) - 1)) as f64);
+        let exponent = (magnitude >> mantissa_bits) as i32;
+        let mantissa = (magnitude & ((1 << mantissa_bits) - 1)) as f64;
         let one = power_of_two(mantissa_bits as i32);
         match exponent {
             0 => sign * mantissa * power_of_two(1 - bias - mantissa_bits as i32),

@@ -16,7 +16,8 @@ pub(crate) fn fma<const HARD: bool>(a: f32, b: f32, c: f32) -> f32 {
 
 #[inline(always)]
 fn soft(a: f32, b: f32, c: f32) -> f32 {
-    let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let product = f64::from(a) * f64::from(b);
+    let c = f64::from(c);
     let sum = product + c;
     // The error of the sum, exactly (Knuth).
     let virtual_c = sum - product;
@@ -51,7 +52,8 @@ mod tests {
         }
         let check = |a: f32, b: f32, c: f32| {
             // SAFETY: the feature was detected.
-            let (hard, soft) = (unsafe { hard(a, b, c) }, soft(a, b, c));
+            let hard = unsafe { hard(a, b, c) };
+            let soft = soft(a, b, c);
             assert!(hard.to_bits() == soft.to_bits() || (hard.is_nan() && soft.is_nan()), "{a:e} * {b:e} + {c:e}: {hard:e}, not {soft:e}");
         };
         let mut x = 7u64;
@@ -67,12 +69,14 @@ mod tests {
             }
         }
         for round in 0..1_000_000u32 {
-            let (a, b) = (f32::from_bits(next()), f32::from_bits(next()));
+            let a = f32::from_bits(next());
+            let b = f32::from_bits(next());
             let c = f32::from_bits(next());
             check(a, b, c);
             // Numbers of like size: sums that cancel, and ties that only the last bits of the product break.
             let near = |bits: u32| f32::from_bits(bits & 0x807f_ffff | 0x3f80_0000);
-            let (a, b) = (near(a.to_bits()), near(b.to_bits()));
+            let a = near(a.to_bits());
+            let b = near(b.to_bits());
             let scaled = f32::from_bits(c.to_bits() & 0x807f_ffff | (100 + round % 55) << 23);
             check(a, b, scaled);
             check(a, b, -(a * b));

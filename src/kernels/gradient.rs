@@ -185,7 +185,8 @@ fn candidate<const SUM: bool>(m0: f32, m1: f32, decay: f64, inverses: [f64; 2], 
     let error = max(gradient.abs(), rest.abs()) * (inverse_clip * (1.0 / 16_777_216.0));
     let width = max(half * (inverse_weight * inverse_clip) + margin * error, 0.0);
     let middle = gradient * inverse_clip;
-    let (near, far) = (middle.abs() - width, middle.abs() + width);
+    let near = middle.abs() - width;
+    let far = middle.abs() + width;
     let short = shortest_between(near, far);
     let short = if near > 0.0 { short } else { 0.0 };
     (if middle < 0.0 { 0.0 - short } else { short }) as f32
@@ -249,7 +250,8 @@ fn shorten_by<const HARD: bool, const SUM: bool>(before: &[u8], now: &[u8], by: 
     let inverses = inverses(by);
     let units = || before.as_chunks::<4>().0.iter().zip(now.as_chunks::<4>().0);
     for ((&before, &now), out) in units().zip(out.as_chunks_mut::<4>().0) {
-        let (m0, m1) = (number(before), number(now));
+        let m0 = number(before);
+        let m1 = number(now);
         let quotient = candidate::<SUM>(m0, m1, decay, inverses, MARGINS[0]);
         let found = blended::<HARD>(by, m0, by.gradient(quotient)) == now;
         *out = if found { quotient.to_le_bytes() } else { NONE.to_le_bytes() };
@@ -258,7 +260,8 @@ fn shorten_by<const HARD: bool, const SUM: bool>(before: &[u8], now: &[u8], by: 
         if *out != NONE.to_le_bytes() {
             continue;
         }
-        let (m0, m1) = (number(before), number(now));
+        let m0 = number(before);
+        let m1 = number(now);
         for margin in MARGINS.into_iter().skip(1) {
             let quotient = candidate::<SUM>(m0, m1, decay, inverses, margin);
             if blended::<HARD>(by, m0, by.gradient(quotient)) == now && !quotient.is_nan() {
@@ -308,7 +311,8 @@ mod tests {
                 let now: Vec<f32> = (0..count).map(moved).collect();
                 let [before, now, v] = [&before, &now, &v].map(|numbers| to_bytes(numbers));
                 let at = |level: Level| {
-                    let (mut quotients, mut moments) = (vec![1; 4 * count], vec![2; 4 * count]);
+                    let mut quotients = vec![1; 4 * count];
+                    let mut moments = vec![2; 4 * count];
                     let mut of_sum = vec![3; 4 * count];
                     shorten_at(level, &before, &now, first, &mut quotients);
                     shorten_sum_at(level, &before, &now, First { weight: 1.0, ..first }, &mut of_sum);

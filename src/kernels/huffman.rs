@@ -67,7 +67,8 @@ fn fill_entries_any(lengths: &[u8; 256], out: &mut [u64; 1 << MAX_BITS]) {
     for length in 1..=MAX_BITS as usize {
         starts[length + 1] = starts[length].wrapping_add(usize::from(counts[length]));
     }
-    let (mut symbols, mut next) = ([0u8; 256], starts);
+    let mut symbols = [0u8; 256];
+    let mut next = starts;
     for (symbol, &length) in (0..=255u8).zip(lengths).filter(|(_, length)| **length > 0) {
         let slot = &mut next[usize::from(length)];
         symbols[*slot] = symbol;
@@ -155,7 +156,8 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
 
 fn decode_at(level: Level, streams: &[u8], sizes: &[usize; STREAMS], table: &Table, step: usize, out: &mut [u8]) -> bool {
     let mut readers = [Reader::default(); STREAMS];
-    let (mut at, mut from) = (0, 0);
+    let mut at = 0;
+    let mut from = 0;
     for (reader, size) in readers.iter_mut().zip(sizes) {
         let end = (from + step).min(out.len());
         *reader = Reader { at, used: 0, out: from, end };
@@ -289,11 +291,13 @@ mod tests {
                 assert!(many == *table.many, "{level:?}, {lengths:?}");
             }
             let starts = |window: usize, left: u32, i: usize| {
-                let (length, code) = (u32::from(codes.length[i]), usize::from(codes.low[i]) | usize::from(codes.high[i]) << 8);
+                let length = u32::from(codes.length[i]);
+                let code = usize::from(codes.low[i]) | usize::from(codes.high[i]) << 8;
                 length > 0 && length <= left && window & ((1 << length) - 1) == code
             };
             for window in 0..1usize << MAX_BITS {
-                let (mut bits, mut found) = (0, vec![]);
+                let mut bits = 0;
+                let mut found = vec![];
                 while found.len() < 6
                     && let Some(symbol) = (0..256).find(|&i| starts(window >> bits, MAX_BITS - bits, i))
                 {
@@ -324,7 +328,8 @@ mod tests {
                     _ => all[i * i % all.len()],
                 })
                 .collect();
-            let (mut streams, mut sizes) = (vec![], [0; STREAMS]);
+            let mut streams = vec![];
+            let mut sizes = [0; STREAMS];
             for (part, size) in symbols.chunks(step).zip(&mut sizes) {
                 let mut room = vec![0; room_for(part.len())];
                 *size = encode(part, &codes, &mut room).unwrap();

@@ -220,7 +220,8 @@ fn candidate((_, [m0, m1], v0, v1): Element, gradient: f64, width: f64, cuts: [u
     // Sizes: a gradient has the sign that the first moment tells.
     let (size, sized) = if middle < 0.0 { (0.0 - middle, 0.0 - gradient) } else { (middle, gradient) };
     let narrowed = |[low, high]: [f64; 2], [a, b]: [f64; 2]| {
-        let (below, above) = (if a > low { a } else { low }, if b < high { b } else { high });
+        let below = if a > low { a } else { low };
+        let above = if b < high { b } else { high };
         let is_common = below <= above;
         [if is_common { below } else { low }, if is_common { above } else { high }]
     };
@@ -375,7 +376,8 @@ fn quotients_any<const HARD: bool>(states: States<'_>, by: Joint, out: &mut [u8]
         seconds: [v0, v1],
     });
     let [mut gradients, mut widths] = [[0.0f64; BLOCK]; 2];
-    let (mut quotients, mut most) = ([0.0f32; BLOCK], [0u32; BLOCK]);
+    let mut quotients = [0.0f32; BLOCK];
+    let mut most = [0u32; BLOCK];
     for (block, out) in blocks.zip(out.chunks_mut(4 * BLOCK)) {
         solve_block(&block, states.weight_cut, inverse, &mut gradients, &mut widths);
         for at in 0..BLOCK {
@@ -472,7 +474,9 @@ mod tests {
             odd_numbers(seed, 3000).iter().map(|x| scale * (1.0 + (x.to_bits() % 1000) as f32 / 500.0)).collect()
         };
         let round = |numbers: &[f32]| to_bytes(&numbers.iter().map(|x| cut(*x, 16)).collect::<Vec<f32>>());
-        let (w0, m0, v0) = (to_bytes(&random(1, 0.02)), round(&random(2, 1e-3)), round(&random(3, 1e-6)));
+        let w0 = to_bytes(&random(1, 0.02));
+        let m0 = round(&random(2, 1e-3));
+        let v0 = round(&random(3, 1e-6));
         let gradients: Vec<f32> = (0..3000).map(|i| ((i * 37 % 255) as f32 - 127.0) * 1e-5 * 1.3).map(|g| cut(g / 1.3, 16) * 1.3).collect();
         let bytes = to_bytes(&gradients);
         let before = Before { weights: &w0, first: &m0, second: &v0 };
@@ -481,7 +485,8 @@ mod tests {
         let first: Vec<f32> = floats(&m0).zip(&gradients).map(|(m, g)| 0.1f32.mul_add(g - m, m)).collect();
         let mut v1 = vec![0; v0.len()];
         super::squares(&v0, &bytes, by.second, &mut v1);
-        let (m1, v1) = (round(&first), round(&floats(&v1).collect::<Vec<f32>>()));
+        let m1 = round(&first);
+        let v1 = round(&floats(&v1).collect::<Vec<f32>>());
         let states = States { before, weights: &w1, first: &m1, second: &v1, weight_cut: 0, first_cut: 16, second_cut: 16 };
         let mut found = vec![0; w0.len()];
         super::quotients(states, by, &mut found);

@@ -301,7 +301,8 @@ mod tests {
             let ratio = (1.0 / f64::from(1 << log2)).exp2();
             for fraction in (0..=FRACTION).step_by(331) {
                 let magnitude = 127 << 23 | fraction;
-                let (x, code) = (f64::from(f32::from_bits(magnitude)), grid.nearest(magnitude));
+                let x = f64::from(f32::from_bits(magnitude));
+                let code = grid.nearest(magnitude);
                 let error = |code: i32| (f64::from(f32::from_bits(grid.magnitude(code))) - x).abs();
                 assert!(error(code) / x <= (ratio - 1.0) / (ratio + 1.0) + 1e-7, "{log2} {fraction}");
                 assert!(error(code) <= error(code - 1) && error(code) <= error(code + 1), "{log2} {fraction}");
@@ -322,7 +323,8 @@ mod tests {
             assert!(again == moved, "a second rounding changes nothing");
             let mut base = moved.clone();
             base.rotate_left(4);
-            let (mut found, mut near) = (vec![0; units], vec![0; units]);
+            let mut found = vec![0; units];
+            let mut near = vec![0; units];
             codes_at(Level::Scalar, &grid, &moved, &mut found);
             expected_at(Level::Scalar, &grid, &base, &mut near);
             let mut of = vec![0; units];

@@ -236,7 +236,8 @@ fn add_to_columns_any(tops: &[u8], sums: &mut [u32], counts: &mut [u32]) {
 
 #[inline(always)]
 fn sum_of_row_any(columns: &[i8], tops: &[u8]) -> (i64, u32) {
-    let (mut total, mut count) = (0i64, 0u32);
+    let mut total = 0i64;
+    let mut count = 0u32;
     // Stretches of 4096 columns keep each sum within 32 bits.
     for (columns, tops) in columns.chunks(4096).zip(tops.chunks(8192)) {
         let mut sum = 0i32;
@@ -313,7 +314,8 @@ mod tests {
                 (i16::MIN, -128, 255, false),
                 (-9, -9, ESCAPE, true),
             ] {
-                let (mut columns, mut symbols) = ([0; 70], [ESCAPE; 70]);
+                let mut columns = [0; 70];
+                let mut symbols = [ESCAPE; 70];
                 (columns[66], symbols[66]) = (column, symbol);
                 assert_eq!(to_tops_at(level, row, &columns, &symbols, &[0; 70], &mut [0; 140]), is_right, "{level:?} {row} {column}");
             }
@@ -328,7 +330,8 @@ mod tests {
             let data: Vec<u8> =
                 units.iter().enumerate().flat_map(|(i, top)| (u32::from(*top) << 16 | (i as u32 * 61)).to_le_bytes()).collect();
             for level in Level::available() {
-                let (mut signs, mut fractions) = (vec![0xaa; length.div_ceil(8)], vec![0xaa; length.div_ceil(2)]);
+                let mut signs = vec![0xaa; length.div_ceil(8)];
+                let mut fractions = vec![0xaa; length.div_ceil(2)];
                 pack_at(level, &tops, &mut signs, &mut fractions);
                 for (i, unit) in units.iter().enumerate() {
                     assert_eq!(u16::from(signs[i / 8] >> (i % 8) & 1), unit >> 15, "{level:?}, {length}");
@@ -371,7 +374,8 @@ mod tests {
         let wanted = (used().map(|i| magnitude(i) - i64::from(columns[i])).sum::<i64>(), used().count() as u32);
         for level in Level::available() {
             assert_eq!(sum_of_row_at(level, &columns, &tops), wanted, "{level:?}");
-            let (mut sums, mut counts) = (vec![1; 9000], vec![2; 9000]);
+            let mut sums = vec![1; 9000];
+            let mut counts = vec![2; 9000];
             add_to_columns_at(level, &tops, &mut sums, &mut counts);
             assert!((0..9000).all(|i| i64::from(sums[i]) == 1 + magnitude(i)), "{level:?}");
             assert!((0..9000).all(|i| counts[i] == 2 + u32::from(magnitude(i) != 0)), "{level:?}");

@@ -21,7 +21,8 @@ fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec
         Level::Avx2 if width == 2 || width == 4 => unsafe { avx2::pack(width, base, new, &mut mask, &mut values) },
         _ => 0,
     };
-    let (base, new) = (base.get(done..).unwrap_or_default(), new.get(done..).unwrap_or_default());
+    let base = base.get(done..).unwrap_or_default();
+    let new = new.get(done..).unwrap_or_default();
     match width {
         1 => pack_width::<1>(base, new, &mut mask, &mut values),
         2 => pack_width::<2>(base, new, &mut mask, &mut values),
@@ -49,7 +50,8 @@ fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8]
     };
     let rest = |bytes: usize| bytes..;
     let (Some(base), Some(out)) = (base.get(rest(units * width)), out.get_mut(rest(units * width))) else { return };
-    let (mask, values) = (mask.get(rest(units / 8)).unwrap_or_default(), values.get(rest(used)).unwrap_or_default());
+    let mask = mask.get(rest(units / 8)).unwrap_or_default();
+    let values = values.get(rest(used)).unwrap_or_default();
     out.copy_from_slice(base);
     match width {
         1 => expand_width::<1>(mask, values, out),
@@ -78,7 +80,8 @@ fn count_ones_any(mask: &[u8]) -> usize {
 }
 
 fn pack_width<const W: usize>(base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) {
-    let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
+    let base = base.as_chunks::<W>().0;
+    let new = new.as_chunks::<W>().0;
     for (base, new) in base.chunks(8).zip(new.chunks(8)) {
         let mut bits = 0u8;
         for (i, (a, b)) in base.iter().zip(new).enumerate() {
@@ -183,7 +186,8 @@ mod x86 {
         let per_vector = VECTOR / W;
         let masks = mask.chunks_exact(per_vector / 8);
         let vectors = base.as_chunks::<VECTOR>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0).zip(masks);
-        let (mut units, mut at) = (0, 0);
+        let mut units = 0;
+        let mut at = 0;
         for ((base, out), mask) in vectors {
             if values.len() - at < VECTOR {
                 break;
@@ -284,7 +288,8 @@ mod avx2 {
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
         let group = 8 * width;
-        let (mut units, mut at) = (0, 0);
+        let mut units = 0;
+        let mut at = 0;
         for ((base, out), &bits) in base.chunks_exact(group).zip(out.chunks_exact_mut(group)).zip(mask) {
             if values.len() - at < 32 {
                 break;

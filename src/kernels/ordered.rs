@@ -172,7 +172,8 @@ mod x86 {
 /// each lane.
 #[inline(always)]
 fn extract<const N: usize>(word: u64, mask: u64) -> u64 {
-    let (mut bits, mut count) = (0, 0u32);
+    let mut bits = 0;
+    let mut count = 0u32;
     for lane in 0..N as u32 {
         let at = 64 / N as u32 * lane;
         let own = mask >> at & u64::MAX >> (64 - 64 / N);
@@ -327,14 +328,16 @@ mod tests {
         };
         for width in [1, 2, 4] {
             for units in [0, 1, 15, 16, 17, 1000, 2 * BLOCK + 3] {
-                let (base, mut data) = (noise(1, width * units), noise(2, width * units));
+                let base = noise(1, width * units);
+                let mut data = noise(2, width * units);
                 data[..width * units / 2].copy_from_slice(&base[..width * units / 2]);
                 // Few of many differ.
                 (0..width * units / 2).step_by(61).for_each(|at| data[at] ^= 1 << (at % 8));
                 let exponent = Exponent { shift: 2, mask: 0x1f };
                 let mut bounds = [255; MAX_CLASSES - 1];
                 bounds[..3].copy_from_slice(&[3, 7, 20]);
-                let (mut z, mut z16) = (vec![0; units], vec![0; units]);
+                let mut z = vec![0; units];
+                let mut z16 = vec![0; units];
                 match width {
                     1 => narrow::differences::<u8, 1>(&base, &data, &mut z16),
                     2 => narrow::differences::<u16, 2>(&base, &data, &mut z16),
@@ -344,7 +347,8 @@ mod tests {
                     z = z16.into_iter().map(u32::from).collect();
                 }
                 let all = |level| {
-                    let (mut t, mut c) = (vec![0; units], vec![0; units]);
+                    let mut t = vec![0; units];
+                    let mut c = vec![0; units];
                     let mut only_tokens = t.clone();
                     let bits = encode_at(level, width, &base, &data, &mut t);
                     tokens_at(level, width, &base, &data, &mut only_tokens);

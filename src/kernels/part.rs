@@ -82,7 +82,9 @@ impl Parted {
         let (of_runs, rest) = runs(&classes);
         let of_runs = of_runs.map(|run| members_at(level, run, count));
         let of_rest = members_at(level, rest, count);
-        let (mut starts, mut counts, mut at) = ([[0; MAX_CLASSES]; RUNS], [0; MAX_CLASSES], 0);
+        let mut starts = [[0; MAX_CLASSES]; RUNS];
+        let mut counts = [0; MAX_CLASSES];
+        let mut at = 0;
         for class in 0..count {
             let first = at;
             for (starts, members) in starts.iter_mut().zip(&of_runs) {

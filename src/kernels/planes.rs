@@ -169,7 +169,8 @@ mod tests {
         for width in [1, 2, 4, 8] {
             for units in [0, 1, 31, 32, 33, 511, 512, 513, 3000] {
                 for (rotate, with_base) in [(false, false), (true, false), (false, true), (true, true)] {
-                    let (data, base) = (&data[..units * width], with_base.then_some(&base[..units * width]));
+                    let data = &data[..units * width];
+                    let base = with_base.then_some(&base[..units * width]);
                     let scalar = split_to_vecs(Level::Scalar, width, data, base, rotate);
                     if width == 2 && units > 2 && rotate && base.is_none() {
                         let unit = u16::from(data[2]) | u16::from(data[3]) << 8;

@@ -68,7 +68,9 @@ fn step_any(weights: &[u8], first: Moments<'_>, second: Moments<'_>, [epsilon, a
 fn moment_any(second: &[u8], first: Moments<'_>, [a, b, c, d]: [f64; 4], out: &mut [u8]) {
     let first = first.before.as_chunks::<4>().0.iter().zip(first.now.as_chunks::<4>().0);
     for ((&v, (&m0, &m1)), out) in second.as_chunks::<4>().0.iter().zip(first).zip(out.as_chunks_mut::<4>().0) {
-        let (v, m0, m1) = (wide(v), wide(m0), wide(m1));
+        let v = wide(v);
+        let m0 = wide(m0);
+        let m1 = wide(m1);
         *out = narrow((a * v + b * (m1 * m1)) + (c * (m0 * m0) + d * (m0 * m1)));
     }
 }
@@ -81,7 +83,8 @@ mod tests {
 
     fn predictions(level: Level, count: usize) -> [Vec<u8>; 2] {
         let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| to_bytes(&odd_numbers(seed, count)));
-        let (first, second) = (Moments { before: &m0, now: &m1 }, Moments { before: &v0, now: &v1 });
+        let first = Moments { before: &m0, now: &m1 };
+        let second = Moments { before: &v0, now: &v1 };
         let mut out = [vec![1; 4 * count], vec![2; 4 * count]];
         let [weights, moments] = &mut out;
         step_at(level, &w, first, second, [1e-8, -1e-3, 2e-4, -1e-5], weights);
@@ -104,7 +107,8 @@ mod tests {
     fn the_environment_of_the_caller_does_not_matter() {
         let run = || {
             let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| to_bytes(&odd_numbers(seed, 1000)));
-            let (first, second) = (Moments { before: &m0, now: &m1 }, Moments { before: &v0, now: &v1 });
+            let first = Moments { before: &m0, now: &m1 };
+            let second = Moments { before: &v0, now: &v1 };
             let mut out = [vec![0; 4000], vec![0; 4000]];
             let [weights, moments] = &mut out;
             step(&w, first, second, [1e-40, -1e-3, 2e-4, -1e-5], weights);

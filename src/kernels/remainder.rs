@@ -90,7 +90,8 @@ fn widen_bf16(bits: u16) -> u32 {
 /// multiplication is exact.
 #[inline(always)]
 fn widen_f16(bits: u16) -> u32 {
-    let (exponent, mantissa) = (u32::from(bits >> 10 & 0x1f), u32::from(bits & 0x3ff));
+    let exponent = u32::from(bits >> 10 & 0x1f);
+    let mantissa = u32::from(bits & 0x3ff);
     let normal = (exponent + 112) << 23 | mantissa << 13;
     let subnormal = (mantissa as f32 * f32::from_bits((127 - 24) << 23)).to_bits();
     let special = 0x7f80_0000 | mantissa << 13;
@@ -151,7 +152,8 @@ mod tests {
     #[test]
     fn widening_is_exact() {
         for bits in 0..=u16::MAX {
-            let (brain, half) = (bf16::from_bits(bits), f16::from_bits(bits));
+            let brain = bf16::from_bits(bits);
+            let half = f16::from_bits(bits);
             match brain.is_nan() {
                 true => assert!(f32::from_bits(widen_bf16(bits)).is_nan()),
                 false => assert_eq!(widen_bf16(bits), brain.to_f32().to_bits(), "{bits:#06x}"),
@@ -174,16 +176,20 @@ mod tests {
             (0..bytes).map(next).collect()
         };
         for units in [0usize, 1, 7, 64, 1001] {
-            let (data, partner) = (noise(4 * units), noise(2 * units));
+            let data = noise(4 * units);
+            let partner = noise(2 * units);
             for f16 in [false, true] {
-                let (mut low, mut high) = (vec![0; units], vec![0; units]);
+                let mut low = vec![0; units];
+                let mut high = vec![0; units];
                 split_at(Level::Scalar, &data, &partner, f16, &mut low, &mut high);
                 for level in Level::available() {
-                    let (mut other_low, mut other_high) = (vec![0; units], vec![0; units]);
+                    let mut other_low = vec![0; units];
+                    let mut other_high = vec![0; units];
                     split_at(level, &data, &partner, f16, &mut other_low, &mut other_high);
                     assert_eq!((&low, &high), (&other_low, &other_high), "{level:?}");
                     for unsigned in [false, true] {
-                        let (mut expected, mut out) = (vec![0; 4 * units], vec![0; 4 * units]);
+                        let mut expected = vec![0; 4 * units];
+                        let mut out = vec![0; 4 * units];
                         join_at(Level::Scalar, &partner, f16, unsigned, &low, &high, &mut expected);
                         join_at(level, &partner, f16, unsigned, &low, &high, &mut out);
                         assert_eq!(expected, out, "{level:?}");

@@ -5,7 +5,8 @@ pub(super) static COMPRESS: [[u8; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut mask = 0;
     while mask < 256 {
-        let (mut lane, mut to) = (0, 0);
+        let mut lane = 0;
+        let mut to = 0;
         while lane < 8 {
             if mask >> lane & 1 == 1 {
                 table[mask][to] = lane as u8;
@@ -23,7 +24,8 @@ pub(super) static EXPAND: [[u8; 8]; 256] = {
     let mut table = [[128; 8]; 256];
     let mut mask = 0;
     while mask < 256 {
-        let (mut lane, mut from) = (0, 0);
+        let mut lane = 0;
+        let mut from = 0;
         while lane < 8 {
             if mask >> lane & 1 == 1 {
                 table[mask][lane] = from;

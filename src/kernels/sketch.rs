@@ -79,7 +79,8 @@ mod tests {
         for scale in [1e-5f32, 1e-2, 10.0] {
             let after: Vec<f32> = before.iter().zip(0u32..).map(|(x, i)| x + scale * (i as f32 * 1.7).cos()).collect();
             let exact: f64 = before.iter().zip(&after).map(|(a, b)| f64::from(b - a).powi(2)).sum();
-            let (a, b) = (sketch(&before), sketch(&after));
+            let a = sketch(&before);
+            let b = sketch(&after);
             let estimate: f64 = a.sums.iter().zip(b.sums).map(|(a, b)| (a - b).powi(2)).sum();
             assert!((0.6..1.6).contains(&(estimate / exact)), "{scale}: {estimate} for {exact}");
         }

@@ -76,7 +76,8 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
     pub(super) fn split(symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
-        let (mut done, mut at) = (0, 0usize);
+        let mut done = 0;
+        let mut at = 0usize;
         for (vector, bits) in symbols.as_chunks::<VECTOR>().0.iter().zip(mask.as_chunks_mut::<8>().0) {
             let Some(room) = others.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<VECTOR>()) else { break };
             // SAFETY: a load of 64 bytes from an array of 64.
@@ -96,7 +97,8 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
     pub(super) fn join(mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) -> (usize, usize) {
-        let (mut done, mut at) = (0, 0usize);
+        let mut done = 0;
+        let mut at = 0usize;
         let filler = _mm512_set1_epi8(frequent as i8);
         for (bits, out) in mask.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0) {
             let differ = u64::from_le_bytes(*bits);
@@ -129,7 +131,8 @@ mod avx2 {
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: symbols and mask are defined byte by byte, and this is their order")]
     pub(super) fn split(symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
-        let (mut done, mut at) = (0, 0usize);
+        let mut done = 0;
+        let mut at = 0usize;
         for (group, bits) in symbols.as_chunks::<VECTOR>().0.iter().zip(mask.as_chunks_mut::<4>().0) {
             let Some(room) = others.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<{ VECTOR + 8 }>()) else { break };
             // SAFETY: a load of 32 bytes from an array of 32.
@@ -154,7 +157,8 @@ mod avx2 {
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: symbols are defined byte by byte, and this is their order")]
     pub(super) fn join(mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) -> (usize, usize) {
-        let (mut done, mut at) = (0, 0usize);
+        let mut done = 0;
+        let mut at = 0usize;
         let filler = u64::from(frequent).wrapping_mul(0x0101_0101_0101_0101);
         for (bits, out) in mask.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0) {
             if *bits == [0; 4] {
@@ -192,7 +196,8 @@ mod tests {
             for one_in in [1, 2, 3, 10, 300, 100_000] {
                 let symbols: Vec<u8> = (0..count).map(|_| if next() % one_in == 0 { next() as u8 } else { 9 }).collect();
                 let split = |level| {
-                    let (mut mask, mut others) = (vec![0xff; count.div_ceil(8)], vec![0xff; count + ROOM]);
+                    let mut mask = vec![0xff; count.div_ceil(8)];
+                    let mut others = vec![0xff; count + ROOM];
                     let number = split_at(level, &symbols, 9, &mut mask, &mut others);
                     others.truncate(number);
                     (mask, others)

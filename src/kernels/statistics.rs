@@ -139,7 +139,8 @@ macro_rules! element {
 
             #[inline(always)]
             fn distance(x: $bits, y: $bits) -> $bits {
-                let (left, right) = (Self::magnitude(x), Self::magnitude(y));
+                let left = Self::magnitude(x);
+                let right = Self::magnitude(y);
                 if (x ^ y) & $sign == 0 { left.abs_diff(right) } else { left.wrapping_add(right) }
             }
 
@@ -220,9 +221,12 @@ impl<E: Element<W>, const W: usize> Block<E, W> {
 fn measure<E: Element<W>, const W: usize>(data: &[u8]) -> ValueStatistics {
     let elements = data.as_chunks::<W>().0;
     let mut found = ValueStatistics::default();
-    let (mut sum, mut squares) = ([0f64; LANES], [0f64; LANES]);
+    let mut sum = [0f64; LANES];
+    let mut squares = [0f64; LANES];
     let [low, high] = E::KEYS;
-    let (mut min, mut max, mut small) = (high, low, 0u64);
+    let mut min = high;
+    let mut max = low;
+    let mut small = 0u64;
     let mut exponents = [0u64; 17];
     let mut fields = [0u32; FIELDS];
     let mut block = Block::<E, W>::new();
@@ -298,9 +302,13 @@ struct Scan<B, K> {
 #[inline(always)]
 fn scan_block<E: Element<W>, const W: usize, const MASKED: bool>(block: &[E::Bits]) -> Scan<E::Bits, E::Key> {
     let [low, high] = E::KEYS;
-    let (mut least, mut greatest, mut min, mut max) = (E::INFINITY, E::Bits::default(), high, low);
+    let mut least = E::INFINITY;
+    let mut greatest = E::Bits::default();
+    let mut min = high;
+    let mut max = low;
     for &bits in block {
-        let (magnitude, key) = (E::magnitude(bits), E::key(bits));
+        let magnitude = E::magnitude(bits);
+        let key = E::key(bits);
         let is_counted = !MASKED || magnitude < E::INFINITY;
         (least, greatest) = (least.min(magnitude), greatest.max(magnitude));
         min = min.min(if is_counted { key } else { high });
@@ -312,7 +320,8 @@ fn scan_block<E: Element<W>, const W: usize, const MASKED: bool>(block: &[E::Bit
 /// Counts the elements of a block that are zero, and those that are zero or subnormal.
 #[inline(always)]
 fn count_small<E: Element<W>, const W: usize>(block: &[E::Bits]) -> (u32, u32) {
-    let (mut zero, mut small) = (0u32, 0u32);
+    let mut zero = 0u32;
+    let mut small = 0u32;
     for &bits in block {
         let magnitude = E::magnitude(bits);
         zero = zero.wrapping_add(u32::from(magnitude == E::Bits::default()));
@@ -324,7 +333,9 @@ fn count_small<E: Element<W>, const W: usize>(block: &[E::Bits]) -> (u32, u32) {
 /// Counts the elements of a block that are not finite.
 #[inline(always)]
 fn count_special<E: Element<W>, const W: usize>(found: &mut ValueStatistics, block: &[E::Bits]) {
-    let (mut nan, mut positive, mut infinite) = (0u32, 0u32, 0u32);
+    let mut nan = 0u32;
+    let mut positive = 0u32;
+    let mut infinite = 0u32;
     for &bits in block {
         positive = positive.wrapping_add(u32::from(bits == E::INFINITY));
         infinite = infinite.wrapping_add(u32::from(E::magnitude(bits) == E::INFINITY));
@@ -337,10 +348,13 @@ fn count_special<E: Element<W>, const W: usize>(found: &mut ValueStatistics, blo
 
 #[inline(always)]
 fn compare<E: Element<W>, const W: usize>(before: &[u8], after: &[u8]) -> ChangeStatistics {
-    let (before, after) = (before.as_chunks::<W>().0, after.as_chunks::<W>().0);
+    let before = before.as_chunks::<W>().0;
+    let after = after.as_chunks::<W>().0;
     let mut squares = [0f64; LANES];
-    let (mut ulps, mut changed) = (E::Bits::default(), 0u64);
-    let (mut old, mut new) = (Block::<E, W>::new(), Block::<E, W>::new());
+    let mut ulps = E::Bits::default();
+    let mut changed = 0u64;
+    let mut old = Block::<E, W>::new();
+    let mut new = Block::<E, W>::new();
     for (before, after) in before.chunks(BLOCK).zip(after.chunks(BLOCK)) {
         old.load(before);
         new.load(after);

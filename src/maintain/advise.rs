@@ -231,7 +231,8 @@ fn counted(saves: usize) -> String {
 
 fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
-    let (low, high) = (values.get(values.len().saturating_sub(1) / 2)?, values.get(values.len() / 2)?);
+    let low = values.get(values.len().saturating_sub(1) / 2)?;
+    let high = values.get(values.len() / 2)?;
     Some((low + high) / 2.0)
 }
 
@@ -251,7 +252,8 @@ mod tests {
 
     fn times(stall: f64, save: f64, stage: f64, step: Option<f64>) -> RunTimes {
         let known = |seconds| TimeEstimate::new(seconds, Origin::Given, "");
-        let (restore, torch_save) = (known(60.0), known(120.0));
+        let restore = known(60.0);
+        let torch_save = known(120.0);
         RunTimes { stall: known(stall), save: known(save), stage: known(stage), restore, step: step.map(known), torch_save }
     }
 

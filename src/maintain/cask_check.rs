@@ -75,10 +75,12 @@ impl<'a> CaskCheck<'a> {
 
     /// Checks the bytes of the next window.
     pub(super) fn check(&mut self, window: &Bytes) -> Result<()> {
-        let (begin, end) = (self.position, self.position.saturating_add(window.len() as u64));
+        let begin = self.position;
+        let end = self.position.saturating_add(window.len() as u64);
         let slice = |range: Range<u64>| {
             let at = |offset: u64| to_usize(offset.checked_sub(begin).unwrap_or(u64::MAX), "a page");
-            let (start, stop) = (at(range.start)?, at(range.end)?);
+            let start = at(range.start)?;
+            let stop = at(range.end)?;
             if start > stop || stop > window.len() {
                 return Err(Error::corrupt("a page lies outside of the bytes that were read").offset(range.start));
             }

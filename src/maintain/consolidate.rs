@@ -51,13 +51,15 @@ pub async fn consolidate(
         let row = directory_before.tensor(tensor);
         let mut shards = Vec::new();
         if row.alias_of.is_none() {
-            let (rect, slot) = (Rect::whole(&row.shape), slot_of_role(0, &row.role));
+            let rect = Rect::whole(&row.shape);
+            let slot = slot_of_role(0, &row.role);
             slots.entry(slot).or_default().push((tensor, rect.clone()));
             shards.push(DirectoryShard { rect, slot });
         }
         rows.push((row, shards));
     }
-    let (mut casks, mut crcs) = (Vec::new(), BTreeMap::new());
+    let mut casks = Vec::new();
+    let mut crcs = BTreeMap::new();
     let rewriter = Rewriter::new(destination, &snapshot, options, &|_| true);
     for (slot, rewritten) in rewriter.rewrite_casks(&slots).await? {
         casks.push(rewritten.cask);
@@ -75,7 +77,9 @@ pub async fn consolidate(
     let precision = None;
     let tensor_bytes = directory.tensor_bytes();
     // Whether the state is finite is in the metadata of the snapshot.
-    let (chunk_counts, rounding, finite) = (BTreeMap::new(), None, None);
+    let chunk_counts = BTreeMap::new();
+    let rounding = None;
+    let finite = None;
     let times = SaveTimes::default();
     let prepared = Prepared {
         directory: bytes,

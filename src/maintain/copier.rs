@@ -172,7 +172,8 @@ impl Copier {
 
     #[boxed]
     async fn copy_snapshot(&mut self, source: &Store, state: &LogState, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
-        let (destination, writer) = (&self.destination.clone(), self.writer);
+        let destination = &self.destination.clone();
+        let writer = self.writer;
         let stored = StoredSnapshot::read(source, record).await?;
         let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
@@ -232,7 +233,10 @@ impl Copier {
                     chain_of(there, parent, destination.limits().max_chain_depth)?;
                 }
                 check_links(record, state, there)?;
-                let (snapshot, step, parent, manifest) = (record.id, record.step, record.parent, record.manifest);
+                let snapshot = record.id;
+                let step = record.step;
+                let parent = record.parent;
+                let manifest = record.manifest;
                 Ok(Event::Added { snapshot, step, parent, manifest, inline, roles: record.roles.clone() })
             });
             match appended.await.in_object(path.as_str())? {

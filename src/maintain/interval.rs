@@ -80,7 +80,10 @@ mod tests {
     #[test]
     fn lost_time_adds_up() {
         // Rare failures: the saves, and half an interval and the restart for each failure.
-        let (interval, save, restart, mtbf) = (1000.0, 2.0, 20.0, 1e6);
+        let interval = 1000.0;
+        let save = 2.0;
+        let restart = 20.0;
+        let mtbf = 1e6;
         let expected = save / (interval + save) + (0.5 * interval + restart) / mtbf;
         assert!((lost_share(interval, save, restart, mtbf) - expected).abs() < 1e-5);
         assert_eq!(lost_share(1e9, 1.0, 1.0, 1.0), 1.0);

@@ -73,7 +73,8 @@ impl History {
         history.replay(store, newest.sequence.checked_add(1)).await?;
         // `newest` may come from a later catalog.
         let is_same = |(ours, theirs): (&SnapshotRecord, &SnapshotRecord)| ours.facts() == theirs.facts();
-        let (ours, theirs) = (history.state.snapshots(), newest.snapshots());
+        let ours = history.state.snapshots();
+        let theirs = newest.snapshots();
         if history.state.head != newest.head || ours.len() != theirs.len() || !ours.iter().zip(theirs).all(is_same) {
             let message = "the log and a catalog disagree about it, so nothing is deleted. Run `tensorcask verify --depth log`";
             return Err(Error::corrupt(message).object(LogEntry::path_of(newest.sequence)).clause("log 7.3"));

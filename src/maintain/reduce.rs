@@ -280,7 +280,8 @@ async fn remaining_casks(
         }
     }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();
-    let (mut casks, mut older_by) = (Vec::new(), Duration::ZERO);
+    let mut casks = Vec::new();
+    let mut older_by = Duration::ZERO;
     // Reading the clock of a storage writes an object: once for all casks.
     let mut clock_ms: Option<u64> = None;
     for (at, cask) in snapshot.manifest().casks.iter().enumerate() {

@@ -151,7 +151,8 @@ impl<'a> Rewriter<'a> {
             }
             work.add(bytes_of(&window));
         }
-        let (mut rewritten, blobs) = (BTreeMap::new(), self.snapshot.blobs().await?);
+        let mut rewritten = BTreeMap::new();
+        let blobs = self.snapshot.blobs().await?;
         for (slot, (mut cask, crcs)) in casks {
             let names: Vec<(u32, &str)> =
                 blobs.iter().filter(|(rank, _)| blob_slot(*rank) == slot).map(|(rank, name)| (*rank, name.as_str())).collect();

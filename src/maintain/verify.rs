@@ -168,7 +168,8 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
             let manifest = verify_manifest(store, link, parent, &sizes).await;
             match manifest {
                 Ok((verified, problems)) => {
-                    let (manifest, of_base) = (verified.manifest.clone(), link.parent.is_none());
+                    let manifest = verified.manifest.clone();
+                    let of_base = link.parent.is_none();
                     for (at, cask) in manifest.casks.iter().enumerate() {
                         match CaskSource::of_link(store, &verified, at) {
                             CaskSource::Object { .. } => _ = casks.insert(cask.id, (link.step, of_base, cask.clone())),

@@ -89,7 +89,8 @@ fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<RoundingChoice> {
     let grid = ChunkGrid::new(tensor.dtype(), &tensor.rect().shape)?;
     let mut found = RoundingChoice { setting, stored_bytes: 0, rounding: RoundingReport::default() };
     for number in 0..grid.chunk_count() {
-        let (bytes, elements) = (grid.bytes(number), grid.elements(number));
+        let bytes = grid.bytes(number);
+        let elements = grid.elements(number);
         let data = tensor.data().get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
         let count = elements.end.saturating_sub(elements.start);
         let chunk = Chunk { role: tensor.role(), row_elements: grid.row_elements(), ..Chunk::new(tensor.dtype(), count, data) };

@@ -224,7 +224,8 @@ impl<'a> Sample<'a> {
                 let pairs = numbers(chunk.dtype, chunk.data).zip(numbers(chunk.dtype, data)).zip(weights);
                 let pairs = pairs.filter(|((x, y), _)| x.is_finite() && y.is_finite());
                 pairs.fold([0.0; 2], |[error, size], ((x, y), weight)| {
-                    let (x, y) = (f64::from(x), f64::from(y));
+                    let x = f64::from(x);
+                    let y = f64::from(y);
                     [error + weight * (y - x) * (y - x), size + weight * x * x]
                 })
             }
@@ -274,7 +275,8 @@ fn cheapest_within(trials: &[Vec<Trial>], members: &[usize], budget: f64, chosen
     };
     let error = |choice: &[usize]| members.iter().zip(choice).map(|(&at, &trial)| trials[at][trial].error).sum::<f64>();
     // Prices span all sizes of errors: powers of two.
-    let (mut low, mut high) = (-200.0f64, 400.0f64);
+    let mut low = -200.0f64;
+    let mut high = 400.0f64;
     let mut best: Vec<usize> = vec![0; members.len()];
     for _ in 0..60 {
         let middle = f64::midpoint(low, high);
@@ -311,7 +313,8 @@ fn joint_error(samples: &[Sample<'_>], settings: &[Setting], kind: Kind) -> Resu
         Ok::<_, Error>(round(bounded, &samples[at].chunk())?.data.into_owned())
     };
     let of_sample = |at: usize| -> Result<[f64; 2]> {
-        let (sample, stored_sample) = (&samples[at], stored(at)?);
+        let sample = &samples[at];
+        let stored_sample = stored(at)?;
         if kind != Kind::Adam {
             return sample.error(&stored_sample);
         }

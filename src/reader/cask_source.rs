@@ -86,7 +86,8 @@ impl CaskSource {
 
 /// Returns a range of a cask that was read whole.
 pub(super) fn slice_of(whole: &Bytes, range: &Range<u64>) -> Result<Bytes> {
-    let (start, end) = (to_usize(range.start, "a page")?, to_usize(range.end, "a page")?);
+    let start = to_usize(range.start, "a page")?;
+    let end = to_usize(range.end, "a page")?;
     match start <= end && end <= whole.len() {
         true => Ok(whole.slice(start..end)),
         false => Err(Error::corrupt(format!("has {} bytes, but {end} were written: truncated", whole.len())).offset(range.start)),

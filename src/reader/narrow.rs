@@ -90,7 +90,9 @@ impl Bf16View<'_> {
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
         let shards = self.chain.shards_in(tensor, rect)?;
         let rows = self.chain.load_plans(&shards).await?;
-        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES) / CONCURRENT_TENSORS as u64);
+        let mut batch = Vec::new();
+        let mut batch_bytes = 0u64;
+        let most = parallel::window_bytes(BATCH_BYTES) / CONCURRENT_TENSORS as u64;
         for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {
             for chunk in touched(plan.grid, &plan.rect, rect) {
                 let (step, _) = plan.stored(&self.chain.links, rows, chunk, 0)?;
@@ -136,7 +138,8 @@ impl Bf16View<'_> {
         let pages = PageFetch::new(self.chain, steps.into_iter(), is_rounding).read().await?;
         let bytes = pages.iter().flatten().map(|page| page.len() as u64).sum();
         self.chain.count(pages.len() as u64, pages.iter().map(|pages| pages.len() as u64).sum(), bytes);
-        let (mut pages, mut buffers) = (pages.into_iter(), buffers.into_iter());
+        let mut pages = pages.into_iter();
+        let mut buffers = buffers.into_iter();
         let mut sources = Vec::with_capacity(batch.len());
         for wanted in &batch {
             sources.push(match &wanted.rounded {

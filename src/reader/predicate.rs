@@ -273,7 +273,8 @@ impl Column {
     fn of(self, tensor: &TensorStatistics) -> Cell {
         let count = |count: u64| Cell::Number(count as f64);
         let or_unknown = |number: Option<f64>| number.map_or(Cell::Unknown, Cell::Number);
-        let (values, change) = (tensor.values, tensor.change);
+        let values = tensor.values;
+        let change = tensor.change;
         match self {
             Self::Elements => return count(tensor.elements),
             Self::Changed => return change.map_or(Cell::Unknown, |change| count(change.changed)),

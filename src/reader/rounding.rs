@@ -29,7 +29,8 @@ impl Snapshot {
         let mut tensors: BTreeMap<String, TensorRounding> = BTreeMap::new();
         for shard in shard_errors(self).await? {
             let Some(number) = directory.find(&shard.tensor) else { continue };
-            let (dtype, role) = (directory.dtype(number), directory.role(number));
+            let dtype = directory.dtype(number);
+            let role = directory.role(number);
             let found = tensors.entry(shard.tensor.clone()).or_insert_with(|| TensorRounding {
                 name: shard.tensor.clone(),
                 role: role.to_owned(),

@@ -62,9 +62,12 @@ impl Snapshot {
     /// Held bytes are compared with their checksums first. A chunk that does not match `have` is rebuilt. After an
     /// error, each buffer may hold chunks of both snapshots.
     pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<UpdateReport> {
-        let (mut outs, mut shards, mut owners) = (Vec::new(), Vec::new(), Vec::new());
+        let mut outs = Vec::new();
+        let mut shards = Vec::new();
+        let mut owners = Vec::new();
         // Shards of `have`, and for each shard here the index of its counterpart in `have`.
-        let (mut held, mut matching) = (Vec::new(), Vec::new());
+        let mut held = Vec::new();
+        let mut matching = Vec::new();
         for (name, out) in tensors {
             let directory = &self.chain.newest().directory;
             let tensor = self.chain.find(name)?;
@@ -90,7 +93,9 @@ impl Snapshot {
         let held_rows = have.chain.load_plans(&held).await?;
         let update = Update { chain: &self.chain, have: &have.chain, shards: &shards, owners: &owners };
         let mut done = UpdateReport::default();
-        let (mut batch, mut batch_bytes, most) = (Vec::new(), 0u64, parallel::window_bytes(BATCH_BYTES));
+        let mut batch = Vec::new();
+        let mut batch_bytes = 0u64;
+        let most = parallel::window_bytes(BATCH_BYTES);
         for (at, plan) in shards.iter().enumerate() {
             for chunk in 0..plan.grid.chunk_count() {
                 let wanted = plan.chunk(&self.chain.links, &rows[at], chunk)?;

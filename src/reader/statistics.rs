@@ -22,7 +22,8 @@ impl Inspection<'_> {
     #[boxed]
     pub async fn statistics(&self) -> Result<Vec<ChunkStatistics>> {
         let snapshot = self.snapshot;
-        let (directory, limits) = (&snapshot.chain.newest().directory, snapshot.chain.store.limits());
+        let directory = &snapshot.chain.newest().directory;
+        let limits = snapshot.chain.store.limits();
         let mut rows = Vec::new();
         for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| name == ChunkStatistics::BLOB) {
             let bytes = snapshot.read_blob(rank, &name).await.map_err(|e| unreadable(snapshot, rank, e))?;

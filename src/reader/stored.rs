@@ -249,7 +249,8 @@ impl<'c> Places<'c> {
     }
 
     fn part_of(&self, plan: &ShardPlan, chunk: u64, step: Step, crc: u32) -> Result<StoredPart> {
-        let (range, source) = (plan.grid.bytes(chunk), self.chain.source(step.link, step.cask));
+        let range = plan.grid.bytes(chunk);
+        let source = self.chain.source(step.link, step.cask);
         let bytes = range.end - range.start;
         let (place, chunks) = match (self.raw_page(step, bytes), source.whole(), self.root) {
             (Err(reason), ..) => (PartPlace::Copy(reason), Vec::new()),
@@ -260,7 +261,9 @@ impl<'c> Places<'c> {
             }
             (Ok(_), None, None) => (PartPlace::Copy(CopyReason::NotLocal), Vec::new()),
         };
-        let (shard, elements, tensor) = (plan.rect.clone(), plan.grid.elements(chunk), plan.name.clone());
+        let shard = plan.rect.clone();
+        let elements = plan.grid.elements(chunk);
+        let tensor = plan.name.clone();
         Ok(StoredPart { shard, elements, bytes, place, source, tensor, first_chunk: chunk, chunks })
     }
 

@@ -61,7 +61,8 @@ impl History<'_> {
         };
         let read = &read;
         let of_record = |record: &SnapshotRecord| {
-            let (step, id) = (record.step, record.id);
+            let step = record.step;
+            let id = record.id;
             async move {
                 let result = match Snapshot::load(self.store, state, id).await {
                     Ok(snapshot) => read(snapshot).await,

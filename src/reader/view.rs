@@ -67,7 +67,8 @@ impl Snapshot {
         let mut stored = StoredTensor::list(self, &[name]).await?;
         let parts = stored.pop().map(|stored| stored.parts).unwrap_or_default();
         let directory = &self.chain.newest().directory;
-        let (dtype, shape) = (directory.dtype(tensor), directory.shape(tensor));
+        let dtype = directory.dtype(tensor);
+        let shape = directory.shape(tensor);
         let reader = PartReader { chain: &self.chain, tensor, dtype };
         let parts = reader.read(parts).await.map_err(|e| e.tensor(name))?;
         Ok(TensorMap { dtype, shape, parts })

@@ -140,7 +140,9 @@ impl SessionExchange {
         let mut objects: Vec<(SessionStep, RankRange, Vec<u8>)> = Vec::new();
         let limit = self.store.limits().max_manifest_bytes;
         for receipt in receipts {
-            let (at, rank, encoded) = (SessionStep { attempt: receipt.attempt, step: receipt.step }, receipt.rank, receipt.encode()?);
+            let at = SessionStep { attempt: receipt.attempt, step: receipt.step };
+            let rank = receipt.rank;
+            let encoded = receipt.encode()?;
             match objects.last_mut() {
                 Some((before, ranks, bytes))
                     if *before == at && rank == ranks.last.saturating_add(1) && (bytes.len() + encoded.len()) as u64 <= limit =>
@@ -205,7 +207,8 @@ impl SessionExchange {
     }
 
     async fn object(&self, at: SessionStep, ranks: RankRange) -> Result<ReceiptsObject> {
-        let (path, objects) = (self.session.receipts_path(at, ranks), self.store.objects());
+        let path = self.session.receipts_path(at, ranks);
+        let objects = self.store.objects();
         let bytes = objects.get(&path, self.store.limits().max_manifest_bytes).await?;
         let mut found = None;
         if let Some(proof) = &self.proof {

@@ -25,7 +25,8 @@ use crate::{Result, Store, boxed};
 pub async fn held_steps(memory: &Store, most: usize) -> Result<Vec<u64>> {
     let log = Log::load_part(memory).await?;
     let is_restorable = |record: &&SnapshotRecord| record.status == SnapshotStatus::Live && record.roles.is_none();
-    let (mut found, mut held) = (Vec::new(), BTreeMap::new());
+    let mut found = Vec::new();
+    let mut held = BTreeMap::new();
     for record in log.state().snapshots().iter().rev().filter(is_restorable) {
         if found.len() >= most {
             break;
@@ -58,7 +59,8 @@ async fn is_held(memory: &Store, log: &LogState, record: &SnapshotRecord, held: 
 }
 
 async fn has_objects(memory: &Store, link: &SnapshotRecord) -> Result<bool> {
-    let (objects, place) = (memory.objects(), link.manifest_place());
+    let objects = memory.objects();
+    let place = link.manifest_place();
     let manifest = match read_manifest(memory, &place).await {
         Ok(manifest) => manifest,
         Err(error) if error.kind().is_unreadable() => return Ok(false),

@@ -83,7 +83,9 @@ impl HostWriter {
         let session = SessionName { run: log.store_file.run, session };
         let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
-        let (exchange, store, memory) = (SessionExchange::new(store, session), store.clone(), memory.clone());
+        let exchange = SessionExchange::new(store, session);
+        let store = store.clone();
+        let memory = memory.clone();
         Ok(Self { store, memory, session, exchange, log, parts, options, is_cut_off: false, proof: None })
     }
 
@@ -138,7 +140,8 @@ impl HostWriter {
             self.catch_up().await?;
         }
         refuse_features(&self.log.state().may_ignore)?;
-        let (mut in_memory, chosen) = (false, parent);
+        let mut in_memory = false;
+        let chosen = parent;
         let mut parent = match parent.and_then(|id| self.log.state().by_id(id)) {
             Some(record) if self.has_mirror() && self.is_mirrored(record).await? => {
                 let in_mirror = open_parent(&self.memory, self.log.state(), parent).await?;

@@ -59,7 +59,8 @@ impl Mirror {
 
     /// Mirrors `store` in `memory`. Sends no request.
     pub fn new(store: &Store, memory: &Store) -> Self {
-        let (store, memory) = (store.clone(), memory.clone());
+        let store = store.clone();
+        let memory = memory.clone();
         Self { store, memory, last_entry: None, first_entry: None, links: BTreeMap::new(), is_of_store: true }
     }
 
@@ -131,7 +132,8 @@ impl Mirror {
     /// [`follow`](Self::follow); returns whether there were any. A host uses this while the store does not answer.
     #[boxed]
     pub async fn learn(from: &Store, memory: &Store) -> Result<bool> {
-        let (ours, theirs) = (SessionLog::open(memory).await?, SessionLog::open(from).await?);
+        let ours = SessionLog::open(memory).await?;
+        let theirs = SessionLog::open(from).await?;
         let is_ahead = theirs.sequence() > ours.sequence() && memory.history().run().await? == from.history().run().await?;
         if is_ahead {
             Self { is_of_store: false, ..Self::new(from, memory) }.follow(&theirs).await?;
@@ -195,7 +197,8 @@ impl Mirror {
                 manifest
             }
         };
-        let (directory, max_bytes) = (format!("directories/{}", manifest.directory), self.store.limits().max_directory_bytes);
+        let directory = format!("directories/{}", manifest.directory);
+        let max_bytes = self.store.limits().max_directory_bytes;
         let is_here = match objects.get_if_present(&directory, max_bytes).await {
             Err(e) if e.kind() == ErrorKind::LimitExceeded => false,
             found => found?.is_some_and(|bytes| Directory::check_digest(&bytes, manifest.directory).is_ok()),
@@ -384,7 +387,8 @@ impl Kept {
 
 /// Parents of steps in a mirror: of all, or of those that pruning keeps.
 pub(super) async fn parents_in(memory: &Store, of: Option<Kept>) -> Result<BTreeSet<Id>> {
-    let (objects, mut parents) = (memory.objects(), BTreeSet::new());
+    let objects = memory.objects();
+    let mut parents = BTreeSet::new();
     for found in objects.list("receipts").await? {
         if found.path.rsplit('/').next() != Some(PARENT_OBJECT) || of.is_some_and(|kept| !kept.has(&found.path)) {
             continue;

@@ -130,7 +130,8 @@ impl Mirror {
     /// Copies the entries after `last` up to `end`, in order: an interrupted copy leaves no gap.
     #[boxed]
     pub(super) async fn copy_entries(&self, last: u64, end: u64) -> Result<()> {
-        let (from, max_bytes) = (self.store.objects(), self.store.limits().max_entry_bytes);
+        let from = self.store.objects();
+        let max_bytes = self.store.limits().max_entry_bytes;
         let read = |sequence: u64| async move { from.get(&LogEntry::path_of(sequence), max_bytes).await };
         let mut next = last.saturating_add(1);
         while next <= end {
@@ -169,7 +170,8 @@ async fn last_entry(memory: &Store) -> Result<u64> {
 
 /// Creates an entry. An entry that exists and is damaged is replaced.
 async fn put_entry(memory: &Store, sequence: u64, bytes: Bytes) -> Result<()> {
-    let (path, limits) = (LogEntry::path_of(sequence), memory.limits());
+    let path = LogEntry::path_of(sequence);
+    let limits = memory.limits();
     let error = match memory.objects().create_unique(&path, bytes.clone()).await {
         Err(e) if e.kind().is_damaged_object() => e,
         created => return created,

@@ -148,7 +148,8 @@ mod tests {
     async fn an_offer_may_be_repeated_with_more_snapshots() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path().to_str().unwrap()).unwrap();
-        let (exchange, first) = (RankExchange::new(&store), offer(&[(20, Id([2; 16]))]));
+        let exchange = RankExchange::new(&store);
+        let first = offer(&[(20, Id([2; 16]))]);
         exchange.put_offer("round", 0, &first).await.unwrap();
         exchange.put_offer("round", 0, &offer(&[(30, Id([3; 16])), (20, Id([2; 16]))])).await.unwrap();
         assert_eq!(exchange.offers("round", 2).await.unwrap(), [Some(first), None]);

@@ -40,7 +40,8 @@ impl RankSet {
 
     /// Those of these ranks that the set lacks.
     pub fn missing(&self, ranks: Range<u32>) -> Self {
-        let (mut missing, mut next) = (Self::default(), ranks.start);
+        let mut missing = Self::default();
+        let mut next = ranks.start;
         for range in &self.ranges {
             if range.first > next && next < ranks.end {
                 missing.insert(RankRange { first: next, last: range.first.min(ranks.end).saturating_sub(1) });

@@ -82,7 +82,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn bytes_are_spread_over_time() {
-        let (limit, begun) = (Bandwidth::new(Some(1000)), Instant::now());
+        let limit = Bandwidth::new(Some(1000));
+        let begun = Instant::now();
         let mut waited = Vec::new();
         for bytes in [500, 500, 1000, 1] {
             limit.wait_for(bytes).await;
@@ -102,7 +103,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_cancelled_sender_books_nothing() {
-        let (limit, begun) = (Bandwidth::new(Some(1000)), Instant::now());
+        let limit = Bandwidth::new(Some(1000));
+        let begun = Instant::now();
         limit.wait_for(1000).await;
         for _ in 0..5 {
             let sender = tokio::time::timeout(Duration::from_millis(100), limit.wait_for(1_000_000));
@@ -114,7 +116,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_large_upload_does_not_hold_up_a_small_one() {
-        let (limit, begun) = (Bandwidth::new(Some(PIECE_BYTES)), Instant::now());
+        let limit = Bandwidth::new(Some(PIECE_BYTES));
+        let begun = Instant::now();
         let large = tokio::spawn({
             let limit = limit.clone();
             async move { limit.wait_for(100 * PIECE_BYTES).await }

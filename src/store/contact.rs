@@ -318,9 +318,11 @@ impl Client {
     }
 
     async fn first_call(&self, request: HttpRequest, server: &str, is_metadata: bool) -> Result<HttpResponse, HttpError> {
-        let (began, budget) = (Instant::now(), self.contacts.budget(is_metadata));
+        let began = Instant::now();
+        let budget = self.contacts.budget(is_metadata);
         let is_repeatable = request.method().is_safe() || is_metadata;
-        let (mut attempts, mut pause) = (0, FIRST_PAUSE);
+        let mut attempts = 0;
+        let mut pause = FIRST_PAUSE;
         loop {
             attempts += 1;
             let sent = self.send(request.clone());

@@ -22,7 +22,8 @@ impl Objects {
         let _pending = self.request("read", object, 0);
         let client = self.client()?;
         if let Some(root) = self.local_folder() {
-            let (root, object) = (root.to_owned(), object.to_owned());
+            let root = root.to_owned();
+            let object = object.to_owned();
             let bytes = blocking(object.clone(), move || read_file(&root, &object, max_bytes)).await?;
             self.counters.add(0, bytes.len() as u64, 0);
             return Ok(bytes);
@@ -132,7 +133,8 @@ impl Objects {
         }
         let mut found: Vec<Listed> = match self.local_folder() {
             Some(root) => {
-                let (root, folder) = (root.to_owned(), folder.to_owned());
+                let root = root.to_owned();
+                let folder = folder.to_owned();
                 blocking(folder.clone(), move || local::list(&root, &folder)).await?
             }
             None => {
@@ -157,11 +159,13 @@ impl Objects {
         let _pending = self.request("list", folder, 0);
         let mut names: Vec<String> = match self.local_folder() {
             Some(root) => {
-                let (root, folder) = (root.to_owned(), folder.to_owned());
+                let root = root.to_owned();
+                let folder = folder.to_owned();
                 blocking(folder.clone(), move || local::names(&root, &folder, FileType::is_file)).await?
             }
             None => {
-                let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
+                let prefix = self.path(folder);
+                let offset = self.path(&format!("{folder}/{after}"));
                 let client = self.client()?;
                 let listed = match url_path(&self.url) {
                     // Names with the path of the URL do not sort as those below the root.
@@ -272,7 +276,8 @@ fn url_path(url: &str) -> Option<Path> {
 /// Size and time of an object on local disk; `None` on other storage. Fails if it does not exist, or is no regular file.
 pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option<Listed>> {
     let Some(root) = objects.local_folder() else { return Ok(None) };
-    let (root, name) = (root.to_owned(), object.to_owned());
+    let root = root.to_owned();
+    let name = object.to_owned();
     match blocking(object.to_owned(), move || local::file_of(&root, &name)).await? {
         Some(found) => Ok(Some(Listed::of_file(object.to_owned(), &found))),
         None => Err(Error::not_found("no such object").object(object)),
@@ -289,7 +294,8 @@ pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
 /// Deletes the file of an interrupted write. A file that is already gone is not an error.
 pub(crate) async fn remove_staged_file(objects: &Objects, path: &str) -> Result<()> {
     let Some(root) = objects.local_folder() else { return Ok(()) };
-    let (root, path) = (root.to_owned(), path.to_owned());
+    let root = root.to_owned();
+    let path = path.to_owned();
     blocking(path.clone(), move || local::remove(&root, &path)).await
 }
 
@@ -347,7 +353,8 @@ pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) 
     }
     let _pending = objects.request("list", folder, 0);
     // The digit 0 follows the slash, so the objects of `after` are skipped, too.
-    let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}0")));
+    let prefix = objects.path(folder);
+    let offset = objects.path(&format!("{folder}/{after}0"));
     let listed = objects.client()?.list_with_offset(Some(&prefix), &offset);
     let mut paths = std::pin::pin!(listed);
     while let Some(meta) = paths.try_next().await.map_err(|e| Error::storage(folder, e))? {

@@ -43,7 +43,8 @@ impl LocalFile {
 #[async_trait::async_trait]
 impl MultipartUpload for LocalFile {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let (unfinished, offset) = (self.unfinished.clone(), self.offset);
+        let unfinished = self.unfinished.clone();
+        let offset = self.offset;
         self.offset = offset.saturating_add(data.content_length() as u64);
         Box::pin(blocking(move || unfinished.write(offset, &data)))
     }
@@ -252,7 +253,8 @@ mod tests {
         for bytes in [b"first", b"again"] {
             let mut file = LocalFile::begin(path.clone(), true).await.unwrap();
             let (head, tail) = bytes.split_at(2);
-            let (head, tail) = (file.put_part(PutPayload::from(head.to_vec())), file.put_part(PutPayload::from(tail.to_vec())));
+            let head = file.put_part(PutPayload::from(head.to_vec()));
+            let tail = file.put_part(PutPayload::from(tail.to_vec()));
             tail.await.unwrap();
             head.await.unwrap();
             assert_ne!(std::fs::read(&path).unwrap_or_default(), bytes);

@@ -140,7 +140,8 @@ impl Store {
 
     /// Returns the requests, bytes and work so far.
     pub fn io(&self) -> IoCounts {
-        let (counters, work) = (&self.objects().counters, &self.objects().work);
+        let counters = &self.objects().counters;
+        let work = &self.objects().work;
         // In this order: what is done was planned before.
         let work_done = work.done.load(Ordering::Acquire);
         IoCounts {

@@ -31,7 +31,8 @@ pub(crate) async fn names_in_pages(
     let last = pages.len().saturating_sub(1);
     let list = |(at, after): (usize, String)| async move {
         let _pending = objects.request("list", folder, 0);
-        let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}")));
+        let prefix = objects.path(folder);
+        let offset = objects.path(&format!("{folder}/{after}"));
         let most = if at == last { usize::MAX } else { page_objects };
         let listed = client.list_with_offset(Some(&prefix), &offset).take(most);
         let listed: Vec<ObjectMeta> = listed.try_collect().await.map_err(|e| Error::storage(folder, e))?;

@@ -239,7 +239,9 @@ impl Upload {
             return Err(e);
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
-        let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
+        let store = self.store.clone();
+        let object = self.object.clone();
+        let total_bytes = self.total_bytes;
         let _pending = store.objects().request("write", &object, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
@@ -284,7 +286,8 @@ impl Upload {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
             let pending = self.store.objects().request("write", &self.object, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
-            let (measurement, bandwidth) = (self.budget.measure(bytes), self.store.inner.options.bandwidth.clone());
+            let measurement = self.budget.measure(bytes);
+            let bandwidth = self.store.inner.options.bandwidth.clone();
             self.running.spawn(async move {
                 let _permit = permit;
                 bandwidth.wait_for(bytes).await;

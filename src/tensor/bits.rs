@@ -5,9 +5,13 @@ use super::{Dtype, Run};
 /// Copies the elements of a run between two row-major buffers of the same type.
 pub(crate) fn copy_run(dtype: Dtype, run: Run, source: &[u8], destination: &mut [u8]) {
     let bits = dtype.bits();
-    let (from, to, count) = (run.source * bits, run.destination * bits, run.count * bits);
-    if from % 8 == 0 && to % 8 == 0 && count % 8 == 0 {
-        let (from, to, count) = ((from / 8) as usize, (to / 8) as usize, (count / 8) as usize);
+    let from = run.source * bits;
+    let to = run.destination * bits;
+    let count = run.count * bits;
+    if from.is_multiple_of(8) && to.is_multiple_of(8) && count.is_multiple_of(8) {
+        let from = (from / 8) as usize;
+        let to = (to / 8) as usize;
+        let count = (count / 8) as usize;
         destination[to..to + count].copy_from_slice(&source[from..from + count]);
         return;
     }

@@ -133,7 +133,8 @@ pub(crate) struct Run {
 /// Returns the range from the first to the last common element, row-major in `source`.
 pub(crate) fn element_span(source: &Rect, other: &Rect) -> Range<u64> {
     let Some(common) = source.intersection(other) else { return 0..0 };
-    let (mut first, mut last) = (0, 0);
+    let mut first = 0;
+    let mut last = 0;
     for (dimension, stride) in strides(&source.shape).into_iter().enumerate() {
         let start = common.offset[dimension] - source.offset[dimension];
         first += start * stride;
@@ -167,7 +168,8 @@ pub(crate) fn contiguous_runs<'a>(source: &'a Rect, destination: &'a Rect, windo
     let index_of = move |row: u64| -> Option<(u64, u64)> {
         let common = common.as_ref()?;
         let mut rest = row;
-        let (mut from, mut to) = (0u64, 0u64);
+        let mut from = 0u64;
+        let mut to = 0u64;
         for dimension in (0..dimensions).rev() {
             let local = if dimension < split {
                 let local = rest % common.shape[dimension];
@@ -268,7 +270,8 @@ fn strides(shape: &[u64]) -> Vec<u64> {
 }
 
 fn partition_point(count: u64, before: impl Fn(u64) -> bool) -> u64 {
-    let (mut low, mut high) = (0, count);
+    let mut low = 0;
+    let mut high = count;
     while low < high {
         let middle = low + (high - low) / 2;
         if before(middle) { low = middle + 1 } else { high = middle }

@@ -267,9 +267,11 @@ impl ObjectStore for FaultStore {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, object_store::Result<Path>>) -> BoxStream<'static, object_store::Result<Path>> {
-        let (inner, decide) = (self.inner.clone(), self.decide.clone());
+        let inner = self.inner.clone();
+        let decide = self.decide.clone();
         let delete = move |location: object_store::Result<Path>| {
-            let (inner, decide) = (inner.clone(), decide.clone());
+            let inner = inner.clone();
+            let decide = decide.clone();
             async move {
                 let location = location?;
                 let fault = decide(Operation::Delete, &location);

@@ -105,7 +105,8 @@ async fn one_writer_wins(store: &Store) -> Result<()> {
     for round in 0..4 {
         let object = format!("scratch/race-{}-{round}", Id::random()?);
         let racers = (0..16u8).map(|racer| {
-            let (store, object) = (store.clone(), object.clone());
+            let store = store.clone();
+            let object = object.clone();
             tokio::spawn(async move { (racer, store.objects().create(&object, Bytes::from(vec![racer; 64])).await) })
         });
         let mut winners = Vec::new();

@@ -157,7 +157,8 @@ impl ColumnsReader {
         let short = || Error::corrupt(format!("{} ends early: a column of {rows} rows does not fit", self.what)).clause("index 1.2");
         let bytes = rows.checked_mul(T::WIDTH as u64).ok_or_else(short)?;
         let padded = align_up(bytes, COLUMN_ALIGNMENT).ok_or_else(short)?;
-        let (bytes, padded) = (to_usize(bytes, self.what)?, to_usize(padded, self.what)?);
+        let bytes = to_usize(bytes, self.what)?;
+        let padded = to_usize(padded, self.what)?;
         let start = self.position;
         let end = start.checked_add(bytes).ok_or_else(short)?;
         let next = start.checked_add(padded).ok_or_else(short)?;

@@ -128,7 +128,9 @@ impl Directory {
         let features = Features { must_understand: head.u64()?, may_ignore: head.u64()? };
         features.check_readable()?;
         let counts = LayoutCounts { tensors: head.u64()?, name_bytes: head.u64()?, dimensions: head.u64()?, shards: head.u64()? };
-        let (role_count, role_bytes, param_bytes) = (head.u64()?, head.u64()?, head.u64()?);
+        let role_count = head.u64()?;
+        let role_bytes = head.u64()?;
+        let param_bytes = head.u64()?;
         head.zeros(40).map_err(|e| e.clause("manifest 3.2"))?;
         head.finish()?;
 

@@ -137,9 +137,12 @@ impl IndexRoot {
         let head: Column<u8> = reader.column(HEAD_BYTES as u64)?;
         let mut head = Cursor::new(head.bytes(), "index head");
         let layout = LayoutCounts { tensors: head.u64()?, name_bytes: head.u64()?, dimensions: head.u64()?, shards: head.u64()? };
-        let (codec_count, codec_bytes) = (head.u64()?, head.u64()?);
-        let (column_count, column_bytes) = (head.u64()?, head.u64()?);
-        let (blob_count, blob_name_bytes) = (head.u64()?, head.u64()?);
+        let codec_count = head.u64()?;
+        let codec_bytes = head.u64()?;
+        let column_count = head.u64()?;
+        let column_bytes = head.u64()?;
+        let blob_count = head.u64()?;
+        let blob_name_bytes = head.u64()?;
         let blobs_offset = head.u64()?;
         let part_count = head.u64()?;
         let extension_count = head.u64()?;

@@ -46,7 +46,9 @@ impl InlineSnapshot {
     pub fn decode(entry: &Bytes, sequence: u64, digest: Digest, limits: &Limits) -> Result<Self> {
         let (manifest, range) = find_manifest(entry, sequence, digest, limits)?;
         let manifest_bytes = entry.slice(range.clone());
-        let (mut casks, mut offsets, mut end) = (Vec::new(), Vec::new(), range.end);
+        let mut casks = Vec::new();
+        let mut offsets = Vec::new();
+        let mut end = range.end;
         for cask in &manifest.casks {
             let range = range_of(cask, end).filter(|range| range.end <= entry.len());
             let Some(range) = range else {

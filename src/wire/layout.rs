@@ -173,7 +173,8 @@ impl Layout {
     /// Returns the shard of a tensor that covers exactly `rect`.
     pub(crate) fn find_shard(&self, tensor: usize, rect: &Rect) -> Option<usize> {
         // Shards ascend by position.
-        let (mut low, mut high) = (self.shards_of(tensor).start, self.shards_of(tensor).end);
+        let mut low = self.shards_of(tensor).start;
+        let mut high = self.shards_of(tensor).end;
         while low < high {
             let middle = low.midpoint(high);
             match self.rect(middle).cmp(rect) {

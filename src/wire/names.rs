@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn only_names_of_the_spec_are_objects() {
-        let (id, digest) = ("0123456789abcdef".repeat(2), "0123456789abcdef".repeat(4));
+        let id = "0123456789abcdef".repeat(2);
+        let digest = "0123456789abcdef".repeat(4);
         let fill = |path: &str| path.replace("ID", &id).replace("DIGEST", &digest).replace("SEQ", &"0".repeat(19));
         let objects = [
             "store.json",

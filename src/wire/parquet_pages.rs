@@ -207,7 +207,8 @@ impl<'a> Input<'a> {
 
     /// Reads a struct and returns its field 1, a count.
     fn first_count(&mut self) -> Result<i64, &'static str> {
-        let (mut field, mut count) = (0, 0);
+        let mut field = 0;
+        let mut count = 0;
         while let Some(kind) = self.next_field(&mut field)? {
             match (field, kind) {
                 (1, Kind::I32) => count = count.max(i64::from(self.count()?)),

@@ -140,7 +140,8 @@ impl Receipt {
 
     /// Decodes the receipts of consecutive ranks, which follow each other in one object.
     pub(crate) fn decode_all(bytes: &[u8], ranks: RankRange, limits: &Limits) -> Result<Vec<Self>> {
-        let (mut receipts, mut rest) = (Vec::new(), bytes);
+        let mut receipts = Vec::new();
+        let mut rest = bytes;
         while !rest.is_empty() {
             let (json, _, read) = seal::open_first_seal(rest, limits.max_manifest_bytes)?;
             receipts.push(Self::parse(json)?);

@@ -119,28 +119,32 @@ impl SessionMessage for RanksEnded {
 
 impl SharedParent {
     pub(crate) fn new(parent: Option<Id>) -> Self {
-        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        let format = Self::FORMAT.to_owned();
+        let version = FormatVersion::CURRENT.to_string();
         Self { format, version, must_understand: vec![], may_ignore: vec![], parent }
     }
 }
 
 impl SessionBeginning {
     pub(crate) fn new(after: u64) -> Self {
-        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        let format = Self::FORMAT.to_owned();
+        let version = FormatVersion::CURRENT.to_string();
         Self { format, version, must_understand: vec![], may_ignore: vec![], after }
     }
 }
 
 impl RankStart {
     pub(crate) fn new(process: Id) -> Self {
-        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        let format = Self::FORMAT.to_owned();
+        let version = FormatVersion::CURRENT.to_string();
         Self { format, version, must_understand: vec![], may_ignore: vec![], process }
     }
 }
 
 impl RanksEnded {
     pub(crate) fn new() -> Self {
-        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        let format = Self::FORMAT.to_owned();
+        let version = FormatVersion::CURRENT.to_string();
         Self { format, version, must_understand: vec![], may_ignore: vec![] }
     }
 }
@@ -266,7 +270,8 @@ mod tests {
             let at = SessionStep { attempt, step };
             assert_eq!(name(session).receipts_path(at, RankRange { first, last }), path);
         }
-        let (session, at) = (Id([0x5e; 16]), SessionStep { attempt: 1, step: 300 });
+        let session = Id([0x5e; 16]);
+        let at = SessionStep { attempt: 1, step: 300 };
         for vector in &vectors.message {
             match vector.name.as_str() {
                 "parent" => check(vector, name(session).parent_path(at), SharedParent::new(Some(Id([0x14; 16])))),

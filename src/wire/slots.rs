@@ -77,7 +77,8 @@ mod tests {
     #[test]
     fn ranks_share_no_slot() {
         for rank in [0, 1, 2, 1000, MAX_RANK - 1] {
-            let (ours, next) = (slots_of_rank(rank), slots_of_rank(rank + 1));
+            let ours = slots_of_rank(rank);
+            let next = slots_of_rank(rank + 1);
             for (own, other) in ours.iter().zip(&next) {
                 assert!(own.end() < other.start(), "rank {rank}");
             }

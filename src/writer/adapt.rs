@@ -113,7 +113,8 @@ impl SampledChunk {
 
 fn weights_of(inputs: &[SaveInput<'_>; 2], at: ChunkRef, number: u64) -> Result<SampledChunk> {
     let [near, _] = inputs;
-    let (original, dtype) = (near.original(at)?, near.tensor(at).description.dtype);
+    let original = near.original(at)?;
+    let dtype = near.tensor(at).description.dtype;
     let mut chunk = SampledChunk::EMPTY;
     chunk.weights.add(number, dtype, original);
     for (input, squares) in inputs.iter().zip(&mut chunk.squares) {
@@ -155,7 +156,9 @@ fn sample(input: &SaveInput<'_>, tensors: &[usize]) -> Result<Vec<ChunkRef>> {
     let chunks = || grids.iter().flat_map(|(first, grid)| (0..grid.chunk_count()).map(move |chunk| (first, grid, chunk)));
     let total: u64 = chunks().map(|(_, grid, chunk)| bytes_of(grid, chunk)).fold(0, u64::saturating_add);
     let middle = |nth: u64| (u128::from(total) * u128::from(2 * nth + 1) / u128::from(2 * SAMPLES)) as u64;
-    let (mut found, mut position, mut taken) = (Vec::new(), 0u64, 0);
+    let mut found = Vec::new();
+    let mut position = 0u64;
+    let mut taken = 0;
     for (first, grid, chunk) in chunks() {
         position = position.saturating_add(bytes_of(grid, chunk));
         if taken < SAMPLES && middle(taken) < position {

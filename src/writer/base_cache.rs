@@ -301,7 +301,8 @@ fn write_chunks(
     }
     let Some((file, end)) = file else { return Err(Error::invalid("the base has no file")) };
     let write = |chunk: NextChunk<'_>| {
-        let (offset, bytes) = (*end, &chunk.data);
+        let offset = *end;
+        let bytes = &chunk.data;
         file.with(offset, |file| file.write_all(bytes)).map_err(|e| Error::io(folder.display().to_string(), e))?;
         *end = offset.saturating_add(bytes.len() as u64);
         Ok((chunk.key, chunk.chunk, KeptChunk { form: Form::File { file: file.clone(), offset }, crc: chunk.crc }))

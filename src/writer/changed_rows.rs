@@ -102,7 +102,8 @@ impl ChangedRows {
         }
         let Some(ShardRows { changed, .. }) = self.shards.get(&key_of(view)) else { return Ok(None) };
         let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
-        let (row, elements) = (grid.row_elements(), grid.elements(chunk));
+        let row = grid.row_elements();
+        let elements = grid.elements(chunk);
         if row == 0 || row.checked_mul(view.dtype().bits()).is_none_or(|bits| !bits.is_multiple_of(8)) {
             return Ok(None);
         }

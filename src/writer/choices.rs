@@ -187,7 +187,8 @@ mod tests {
 
     #[test]
     fn a_choice_holds_until_all_codecs_are_tried_again() {
-        let (mut choices, family) = (Choices::default(), ChunkFamily::new("model", "w", None));
+        let mut choices = Choices::default();
+        let family = ChunkFamily::new("model", "w", None);
         assert_eq!(choices.next(&family), Trial::WithAndWithoutBase);
         assert_eq!(choices.next(&family), Trial::All, "nothing is known before a chunk was encoded");
         choices.learn(&family, 10_000, &chosen(ChosenBy::Estimate));
@@ -202,7 +203,8 @@ mod tests {
 
     #[test]
     fn small_chunks_and_chunks_by_preference_teach_nothing() {
-        let (mut choices, family) = (Choices::default(), ChunkFamily::new("model", "w", None));
+        let mut choices = Choices::default();
+        let family = ChunkFamily::new("model", "w", None);
         choices.next(&family);
         choices.learn(&family, 100, &chosen(ChosenBy::Estimate));
         choices.learn(&family, 10_000, &chosen(ChosenBy::Preference));
@@ -220,7 +222,8 @@ mod tests {
 
     #[test]
     fn a_family_expects_unchanged_chunks_until_one_changes() {
-        let (mut choices, family) = (Choices::default(), ChunkFamily::new("model", "w", Some(1)));
+        let mut choices = Choices::default();
+        let family = ChunkFamily::new("model", "w", Some(1));
         choices.next(&family);
         assert!(!choices.expects_unchanged(&family));
         let unchanged = Chosen { encoded: EncodedChunk::unchanged(0), ..chosen(ChosenBy::Estimate) };
@@ -233,7 +236,9 @@ mod tests {
     #[test]
     fn chunks_whose_deltas_save_little_are_tried_without_base() {
         let family = |role| ChunkFamily::new(role, "w", Some(10));
-        let (mut choices, second, model) = (Choices::default(), family("exp_avg_sq"), family("model"));
+        let mut choices = Choices::default();
+        let second = family("exp_avg_sq");
+        let model = family("model");
         let form = |stored_bytes| Preferred { codec: "tc.raw".into(), kind: ChunkKind::Absolute, decoded_bytes: 10_000, stored_bytes };
         for (family, absolute_bytes) in [(&second, 5020), (&model, 9000)] {
             assert_eq!(choices.next(family), Trial::WithAndWithoutBase);

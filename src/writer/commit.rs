@@ -72,7 +72,8 @@ impl Writer {
         self.durable_directory = None;
         let mut log = open_log(&store, Some(self.log.store_file.run)).await?;
         log.job.clone_from(&self.log.job);
-        let (id, predecessors) = (self.id, &self.predecessors);
+        let id = self.id;
+        let predecessors = &self.predecessors;
         let opened = log.append(id, |state| match state.last_writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(
                 ErrorKind::Fenced,
@@ -234,7 +235,9 @@ impl Writer {
         let mut uploading = begun.elapsed();
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
+        let writer = self.id;
+        let limit = store.limits().max_chain_depth;
+        let floor = self.pipeline.options.age_floor;
         let leader = self.leader;
         let needs = needs_of(&manifest, manifest_digest, directory.len() as u64, inline.is_some(), parent);
         let mut parent_is_lost = false;

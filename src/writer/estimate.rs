@@ -121,7 +121,9 @@ fn sample(plan: &SavePlan) -> Window {
     };
     let units = || plan.windows.iter().flat_map(|window| &window.units);
     let total: u64 = units().flat_map(|unit| unit.shards.iter().map(|&shard| bytes_of(&plan.shards[shard], unit.chunk))).sum();
-    let (mut window, mut position, mut taken) = (Window::default(), 0u64, 0);
+    let mut window = Window::default();
+    let mut position = 0u64;
+    let mut taken = 0;
     let target = |nth: u64| (u128::from(total) * u128::from(2 * nth + 1) / u128::from(2 * SAMPLES)) as u64;
     for unit in units() {
         let mut shards = Vec::new();

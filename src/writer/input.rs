@@ -73,7 +73,8 @@ impl<'a> SaveInput<'a> {
 
     /// Bytes of a chunk as the caller gave them.
     pub(super) fn original(&self, at: ChunkRef) -> Result<&'a [u8]> {
-        let (view, range) = (self.view(at), self.grid(at)?.bytes(at.chunk));
+        let view = self.view(at);
+        let range = self.grid(at)?.bytes(at.chunk);
         let bytes = view.data().get(range.start as usize..range.end as usize);
         bytes.ok_or_else(|| Error::invalid("a chunk lies outside its shard").tensor(view.name()))
     }

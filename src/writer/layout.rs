@@ -305,6 +305,7 @@ pub(super) fn check_tiles(name: &str, shape: &[u64], rects: &[Rect]) -> Result<(
     if tiles(shape, rects)? {
         return Ok(());
     }
-    let (count, shape) = (rects.len(), crate::tensor::format_shape(shape));
+    let count = rects.len();
+    let shape = crate::tensor::format_shape(shape);
     Err(Error::invalid(format!("its {count} shards do not tile shape {shape} exactly: one is missing, or two overlap")).tensor(name))
 }

@@ -27,7 +27,8 @@ impl Store {
 pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
     options.codecs.check(store.registry())?;
-    let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
+    let unchanged = UnchangedTensors::default();
+    let frozen = NamePatterns::parse(&options.frozen)?;
     let id = match options.id {
         Some(id) => id,
         None => Id::random()?,

@@ -145,7 +145,8 @@ impl Pace {
     }
 
     fn upload_rate(&self) -> Rate {
-        let (mut rate, uploads) = (self.uploaded, self.uploads.progress());
+        let mut rate = self.uploaded;
+        let uploads = self.uploads.progress();
         rate.add(uploads.sent_bytes, uploads.busy);
         rate
     }

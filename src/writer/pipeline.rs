@@ -129,8 +129,11 @@ impl UploadedCasks {
 
 impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
-        let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
-        let (settings, precision) = (ChosenSettings::default(), options.precision.clone());
+        let store = store.clone();
+        let base = BaseCache::default();
+        let changed_rows = ChangedRows::default();
+        let settings = ChosenSettings::default();
+        let precision = options.precision.clone();
         Self {
             store,
             options,
@@ -259,7 +262,8 @@ impl SavePipeline {
         uploaded.finite = options.finite.then_some(true);
         let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded, written };
         let mut work = Work::plan(store, layout.tensor_bytes);
-        let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
+        let mut encoding = Duration::ZERO;
+        let mut uploading = Duration::ZERO;
         for window in &plan.windows {
             let begun = Instant::now();
             let objective = run.paced.as_mut().map_or(fixed, PacedSave::next_objective);
@@ -280,7 +284,8 @@ impl SavePipeline {
         let begun = Instant::now();
         let mut uploaded = run.finish().await?;
         uploading = uploading.saturating_add(begun.elapsed());
-        let (encode_ms, upload_ms) = (Some(milliseconds(encoding)), Some(milliseconds(uploading)));
+        let encode_ms = Some(milliseconds(encoding));
+        let upload_ms = Some(milliseconds(uploading));
         uploaded.times = SaveTimes { encode_ms, upload_ms, ..SaveTimes::default() };
         Ok(uploaded)
     }

@@ -97,7 +97,8 @@ fn shards(input: &SaveInput<'_>) -> Result<Vec<SaveShard>> {
             let first = ChunkRef { tensor: number, shard, chunk: 0, base };
             let grid = input.grid(first)?;
             if grid.chunk_count() > 0 || base.is_none() {
-                let (role, param) = (&tensor.description.role, &tensor.description.param);
+                let role = &tensor.description.role;
+                let param = &tensor.description.param;
                 let distance = input.parent.filter(|_| base.is_some()).map(|parent| input.step.abs_diff(parent.snapshot.step()));
                 let family = ChunkFamily::new(role, param, distance);
                 shards.push(SaveShard { first, grid, slot: tensor.slot, partners: Vec::new(), family });

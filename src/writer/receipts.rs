@@ -109,7 +109,9 @@ impl Writer {
         });
         // A rank that has the whole state may have decided.
         let precision = receipts.iter().find_map(|receipt| PrecisionDecision::of(&receipt.user));
-        let (finite, chunk_counts, times) = (finite.flatten(), BTreeMap::new(), times_of(receipts, self.measures_saves));
+        let finite = finite.flatten();
+        let chunk_counts = BTreeMap::new();
+        let times = times_of(receipts, self.measures_saves);
         let prepared = Prepared {
             directory,
             tensor_bytes,
@@ -180,7 +182,8 @@ impl Writer {
 /// Age of the oldest cask. In a session, the message with the parent is older than all casks of its step.
 #[boxed]
 async fn age_of(store: &Store, session: Option<LedSession>, step: u64, casks: &[CaskRef]) -> Result<Age> {
-    let (age, now) = (Age::start(), store.objects().clock_ms().await?);
+    let age = Age::start();
+    let now = store.objects().clock_ms().await?;
     let oldest = match session {
         Some(LedSession { name, attempt }) => store.objects().head(&name.parent_path(SessionStep { attempt, step })).await?.modified_ms,
         None => {
@@ -192,7 +195,8 @@ async fn age_of(store: &Store, session: Option<LedSession>, step: u64, casks: &[
 }
 
 async fn modified_ms(store: &Store, cask: &CaskRef) -> Result<u64> {
-    let (path, bytes) = (cask.path(), cask.bytes);
+    let path = cask.path();
+    let bytes = cask.bytes;
     match store.objects().head(&path).await {
         Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
         Ok(found) => Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path)),

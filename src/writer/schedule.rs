@@ -83,7 +83,9 @@ fn cut(shards: &[PlannedShard], first: u64, most: u64) -> Vec<Window> {
     // Within one window the order does not matter.
     let groups = groups(shards);
     let order = if total <= first { by_group(&groups) } else { merge(shards, &groups) };
-    let (mut windows, mut window, mut bytes) = (Vec::new(), Window::default(), 0u64);
+    let mut windows = Vec::new();
+    let mut window = Window::default();
+    let mut bytes = 0u64;
     let mut window_bytes = first;
     for together in order {
         let grids = || together.iter().filter_map(|&shard| Some((shard, shards.get(shard)?.grid)));
@@ -119,7 +121,8 @@ fn groups(shards: &[PlannedShard]) -> Vec<usize> {
     };
     for (position, shard) in shards.iter().enumerate() {
         for &partner in &shard.partners {
-            let (a, b) = (root(&parents, position), root(&parents, partner));
+            let a = root(&parents, position);
+            let b = root(&parents, partner);
             if let Some(parent) = parents.get_mut(a.max(b)) {
                 *parent = a.min(b);
             }

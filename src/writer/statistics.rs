@@ -46,7 +46,8 @@ pub(super) struct StatisticsRecord {
 impl StatisticsRecord {
     pub(super) fn record(&mut self, input: &SaveInput<'_>, at: ChunkRef, measured: Measured) -> Result<()> {
         let Measured { elements, values, change } = measured;
-        let (view, description) = (input.view(at), &input.tensor(at).description);
+        let view = input.view(at);
+        let description = &input.tensor(at).description;
         let row = ChunkStatistics {
             tensor: description.name.clone(),
             role: description.role.clone(),

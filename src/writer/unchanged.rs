@@ -69,7 +69,9 @@ impl UnchangedTensors {
         let mut now: BTreeMap<String, Content> = BTreeMap::new();
         let moments = tensors.iter().map(|saved| saved.tensor).filter(|tensor| is_moment(&tensor.role));
         let has_moment: BTreeSet<&str> = moments.map(|tensor| &*tensor.param).collect();
-        let (mut reported, mut candidates, mut all_unchanged) = (Vec::new(), Vec::new(), true);
+        let mut reported = Vec::new();
+        let mut candidates = Vec::new();
+        let mut all_unchanged = true;
         for ChunkCrcs { tensor, crcs } in tensors {
             if !is_compared(tensor) || crcs.iter().all(Vec::is_empty) || frozen.matches(&tensor.name) {
                 continue;
@@ -128,7 +130,8 @@ impl UnchangedTensors {
         let new: Vec<&UnchangedTensor> = unchanged.iter().filter(|found| self.named.insert(found.tensor.clone())).collect();
         let Some(first) = new.first() else { return };
         let more = new.len().saturating_sub(1);
-        let (tensor, since) = (&first.tensor, first.since_step);
+        let tensor = &first.tensor;
+        let since = first.since_step;
         match more {
             0 => tracing::warn!(step, "tensor `{tensor}` has not changed since step {since}. If it is not trained, name it in `frozen`"),
             _ => tracing::warn!(

@@ -58,11 +58,14 @@ pub(super) async fn encode_window<'a>(
             .collect::<Result<_>>()?;
         let mut unit = Vec::with_capacity(range.len());
         for (index, changed_rows) in range.clone().zip(&changed_rows) {
-            let (at, form) = (chunks.refs[index], &rounded[index]);
+            let at = chunks.refs[index];
+            let form = &rounded[index];
             let chunk =
                 Chunk { base: bases[index].as_deref(), changed_rows: changed_rows.as_deref(), ..input.codec_chunk(at, &form.data)? };
-            let (partners, is_encoded) = (chunks.partners[index].clone(), chunks.is_encoded[index]);
-            let (rounded, trial) = (form.given.as_ref(), chunks.trials[index].clone());
+            let partners = chunks.partners[index].clone();
+            let is_encoded = chunks.is_encoded[index];
+            let rounded = form.given.as_ref();
+            let trial = chunks.trials[index].clone();
             let assigned = input.assigned_codec(input.tensor(at));
             unit.push(UnitChunk { place: input.place(at), chunk, rounded, assigned, partners, is_encoded, trial });
         }
@@ -139,7 +142,8 @@ impl WindowChunks {
         for (unit, range) in window.units.iter().zip(&self.units) {
             self.is_withheld[range.clone()].fill(true);
             for (&shard, index) in unit.shards.iter().zip(range.clone()) {
-                let (at, family) = (self.refs[index], &plan.shards[shard].family);
+                let at = self.refs[index];
+                let family = &plan.shards[shard].family;
                 self.trials[index] = choices.next(family);
                 // Rounding may depend on the base. Changed rows make a base unnecessary already.
                 let is_free = input.precision(input.tensor(at)).setting == Setting::Lossless && input.changed_rows(at)?.is_none();
@@ -187,7 +191,8 @@ impl WindowChunks {
         results: &[Vec<Option<UnitResult>>],
     ) -> Result<Vec<usize>> {
         let mut again = BTreeSet::new();
-        let (mut chunks, mut encoded) = (Vec::new(), Vec::new());
+        let mut chunks = Vec::new();
+        let mut encoded = Vec::new();
         for (number, (range, unit)) in self.units.iter().zip(results).enumerate() {
             for (index, result) in range.clone().zip(unit) {
                 let Some(UnitResult { chosen, .. }) = result else { continue };

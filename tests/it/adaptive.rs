@@ -88,7 +88,9 @@ async fn a_save_of_each_step_is_small_and_a_restore_is_bounded() {
     let [store, other] = [(); 2].map(|()| Store::open("memory://").unwrap());
     let mut writer = store.writer(Policy::default()).await.unwrap();
     let mut training = Training::new(&data(""), 1, 1);
-    let (mut forms, mut stored, mut total) = (Forms::default(), 0, 0);
+    let mut forms = Forms::default();
+    let mut stored = 0;
+    let mut total = 0;
     let mut base_read = 0;
     for step in 0..STEPS {
         let state = training.state();
@@ -297,7 +299,8 @@ async fn ranks_decide_by_the_sizes_of_earlier_snapshots() {
         let at = |step: u64| (0..10).map(move |tensor| if (tensor + 4 * step) % 10 < count { 100 * step + tensor } else { tensor });
         (0..9).map(|step| at(step).collect()).collect()
     };
-    let (unknown, previous) = ((Form::OnPrevious, DecisionReason::NotEstimated), (Form::OnPrevious, SMALL));
+    let unknown = (Form::OnPrevious, DecisionReason::NotEstimated);
+    let previous = (Form::OnPrevious, SMALL);
     let [large_chain, large_delta, interval] =
         [DecisionReason::LargeChain, DecisionReason::LargeDelta, DecisionReason::Interval].map(|reason| (Form::Base, reason));
     let cases: [(u64, Vec<(Form, DecisionReason)>); 3] = [

@@ -89,7 +89,8 @@ const COURSE: [f32; 16] = [1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0
 
 #[tokio::test]
 async fn decisions_follow_the_training_and_are_those_of_a_new_process() {
-    let (store, other) = (memory(), memory());
+    let store = memory();
+    let other = memory();
     let mut kept = writer(&store, auto()).await;
     let mut training = Training::new();
     let mut found = Vec::new();
@@ -98,7 +99,8 @@ async fn decisions_follow_the_training_and_are_those_of_a_new_process() {
         let saved = save(&mut kept, step * 10, &training).await;
         let again = save(&mut writer(&other, auto()).await, step * 10, &training).await;
         assert_eq!(saved.precision, again.precision, "step {step}: a new writer decides as the old one");
-        let (ours, fresh) = (saved.stored_bytes, again.stored_bytes);
+        let ours = saved.stored_bytes;
+        let fresh = again.stored_bytes;
         assert!(ours * 20 <= fresh * 21, "step {step}: {ours} bytes, {fresh} without codecs that were chosen for another profile");
         let snapshot = other.snapshot(Latest).await.unwrap();
         assert_eq!(PrecisionDecision::of(snapshot.user()), saved.precision, "the manifest records the decision");
@@ -237,13 +239,15 @@ async fn auto_is_never_the_default() {
 
 #[tokio::test]
 async fn one_rank_may_decide_and_several_may_not() {
-    let (store, whole) = (memory(), memory());
+    let store = memory();
+    let whole = memory();
     let mut training = Training::new();
     let mut coordinator = writer(&store, auto()).await;
     let rank = |world| Rank { rank: 0, world, attempt: 0 };
     for step in 1..10 {
         training.walk(1e-3);
-        let (state, mut ours) = (training.state(), store.rank_writer(rank(1), auto()).await.unwrap());
+        let state = training.state();
+        let mut ours = store.rank_writer(rank(1), auto()).await.unwrap();
         let receipt = ours.save(step, &views(&state), &[]).await.unwrap();
         let saved = coordinator.commit_receipts(step, &[receipt], &Metadata::default()).await.unwrap();
         assert_eq!(saved.precision, save(&mut writer(&whole, auto()).await, step, &training).await.precision, "step {step}");
@@ -290,7 +294,8 @@ async fn a_compacted_step_keeps_its_decision() {
 
 #[tokio::test]
 async fn another_store_goes_on_with_a_decision_that_is_handed_over() {
-    let (before, after) = (memory(), memory());
+    let before = memory();
+    let after = memory();
     let (mut training, step) = stable(&before, &auto()).await;
     let earlier = PrecisionDecision::of(before.snapshot(step - 1).await.unwrap().user()).map(|decision| (step - 1, decision));
     training.walk(1e-3);

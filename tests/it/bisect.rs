@@ -152,7 +152,8 @@ fn a_tied_tensor_is_examined_under_the_name_that_was_asked_for() {
     let store = Store::open("memory://bisect-tied").unwrap();
     let mut writer = store.writer_with(WriterOptions { statistics: true, ..WriterOptions::default() }).unwrap();
     for (step, number) in [(1, 0.5f32), (2, f32::NAN)] {
-        let (bytes, bias) = (number.to_le_bytes(), step.to_string().repeat(4).into_bytes());
+        let bytes = number.to_le_bytes();
+        let bias = step.to_string().repeat(4).into_bytes();
         let tensor = |name: &str, bytes| TensorView::new(name, Dtype::F32, &[], bytes).unwrap();
         // Tensors of the same bytes in memory are tied; the first one by name is stored.
         let state = [tensor("embed.weight", &bytes), tensor("lm_head.weight", &bytes), tensor("lm_head.bias", &bias)];

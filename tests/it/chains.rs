@@ -86,7 +86,9 @@ async fn four_ways_to_keep_a_base_make_equal_snapshots() {
             let store = wrap(objects.clone());
             let options = WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() };
             let mut writer = store.writer_with(options).await.unwrap();
-            let (mut kinds, mut sizes, mut read) = (Vec::new(), Vec::new(), Vec::new());
+            let mut kinds = Vec::new();
+            let mut sizes = Vec::new();
+            let mut read = Vec::new();
             for step in 0..5u64 {
                 let input = Files::open(&[data(files[step as usize % 3])]).unwrap();
                 let before = store.io().bytes_read;
@@ -155,7 +157,8 @@ async fn who_holds_a_step_reads_what_lies_between() {
             states.push(weights.clone());
         }
         for (have, want) in [(2u64, 5u64), (0, 5), (4, 5), (5, 5), (5, 2)] {
-            let (held, wanted) = (store.snapshot(have).await.unwrap(), store.snapshot(want).await.unwrap());
+            let held = store.snapshot(have).await.unwrap();
+            let wanted = store.snapshot(want).await.unwrap();
             let mut buffer = states[have as usize].clone();
             let updated = wanted.update_into(&held, vec![("model.w", &mut buffer)]).await.unwrap();
             assert!(buffer == states[want as usize], "{policy}, from {have} to {want}");
@@ -173,7 +176,8 @@ async fn who_holds_a_step_reads_what_lies_between() {
             }
         }
         // Checksums detect each chunk of a buffer with unexpected content.
-        let (held, wanted) = (store.snapshot(4).await.unwrap(), store.snapshot(5).await.unwrap());
+        let held = store.snapshot(4).await.unwrap();
+        let wanted = store.snapshot(5).await.unwrap();
         let mut buffer = states[4].clone();
         buffer[7] ^= 1;
         let updated = wanted.update_into(&held, vec![("model.w", &mut buffer)]).await.unwrap();
@@ -198,7 +202,8 @@ async fn any_state_can_be_brought_forward() {
     tensors.push(TensorView::new("optimizer.step", Dtype::I64, &[], &state.scalar).unwrap());
     writer.save(4, &tensors, &[], &Metadata::default()).await.unwrap();
     for (have, want) in [(0u64, 3u64), (3, 0), (2, 4), (4, 2)] {
-        let (held, wanted) = (store.snapshot(have).await.unwrap(), store.snapshot(want).await.unwrap());
+        let held = store.snapshot(have).await.unwrap();
+        let wanted = store.snapshot(want).await.unwrap();
         let mut buffers: Vec<(&str, Vec<u8>)> = SmallState::at(have).expected();
         let expected = SmallState::at(want).expected();
         if want == 4 {

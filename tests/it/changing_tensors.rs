@@ -67,7 +67,8 @@ impl<F: Fn() + Send + Sync> Codec for Watcher<F> {
 #[tokio::test]
 async fn a_tensor_that_changes_during_a_save_is_refused_or_saved_as_it_was_at_some_moment() {
     let folder = tempfile::tempdir().unwrap();
-    let (first, second) = (data("step-1000.safetensors"), folder.path().join("second.safetensors"));
+    let first = data("step-1000.safetensors");
+    let second = folder.path().join("second.safetensors");
     let before = std::fs::read(data("step-1001.safetensors")).unwrap();
     std::fs::write(&second, &before).unwrap();
     let ranges: BTreeMap<String, Range<usize>> = {
@@ -83,13 +84,16 @@ async fn a_tensor_that_changes_during_a_save_is_refused_or_saved_as_it_was_at_so
     let mut after = before.clone();
     places.iter().for_each(|&place| after[place] ^= 1);
 
-    let (mut refused, mut saved) = (0, 0);
+    let mut refused = 0;
+    let mut saved = 0;
     let mut moment = 0;
     loop {
         std::fs::write(&second, &before).unwrap();
         let calls = Arc::new(AtomicUsize::new(usize::MAX / 2));
         let watcher = {
-            let (calls, places, before) = (calls.clone(), places.clone(), before.clone());
+            let calls = calls.clone();
+            let places = places.clone();
+            let before = before.clone();
             let file = std::fs::File::options().write(true).open(&second).unwrap();
             Watcher(move || {
                 if calls.fetch_add(1, SeqCst) == moment {

@@ -16,7 +16,10 @@ fn every_codec_of_the_registry_keeps_the_contract() {
 
 #[test]
 fn clusters_keep_the_contract_with_every_pair_of_options() {
-    let (normal, sample, linear, dynamic) = (Edges::Normal, Edges::Sample, CodeMap::Linear, CodeMap::Dynamic);
+    let normal = Edges::Normal;
+    let sample = Edges::Sample;
+    let linear = CodeMap::Linear;
+    let dynamic = CodeMap::Dynamic;
     for (clusters, edges, map) in
         [(1, normal, linear), (1, sample, dynamic), (2, normal, dynamic), (2, sample, linear), (16, normal, linear), (16, sample, dynamic)]
     {
@@ -41,8 +44,10 @@ fn bytes_of(codec: &dyn Codec, chunk: &Chunk<'_>) -> Option<usize> {
 fn stored(codec: &str, step: u32, base: Option<u32>, role: &str) -> (usize, usize) {
     let read =
         |step: u32| std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/step-{step}.safetensors"))).unwrap();
-    let (new, old) = (read(step), base.map(read));
-    let (new, old) = (SafeTensors::deserialize(&new).unwrap(), old.as_ref().map(|bytes| SafeTensors::deserialize(bytes).unwrap()));
+    let new = read(step);
+    let old = base.map(read);
+    let new = SafeTensors::deserialize(&new).unwrap();
+    let old = old.as_ref().map(|bytes| SafeTensors::deserialize(bytes).unwrap());
     let registry = Registry::default();
     let codec = registry.get(codec).unwrap();
     let mut sum = (0, 0);
@@ -69,12 +74,15 @@ fn real_states_shrink_to_what_their_entropies_allow() {
     let magnitudes = ratio("tc.magnitudes", 1000, None, "model.");
     assert!(magnitudes < full - 0.004, "bf16 weights alone: {magnitudes}, planes {full}");
     for moment in ["optimizer.exp_avg.", "optimizer.exp_avg_sq."] {
-        let (planes, magnitudes) = (ratio("tc.planes", 1000, None, moment), ratio("tc.magnitudes", 1000, None, moment));
+        let planes = ratio("tc.planes", 1000, None, moment);
+        let magnitudes = ratio("tc.magnitudes", 1000, None, moment);
         assert!(magnitudes < planes - 0.004, "{moment}: planes {planes}, magnitudes {magnitudes}");
     }
-    let (xor, ordered) = (ratio("tc.planes", 1001, Some(1000), "model."), ratio("tc.ordered", 1001, Some(1000), "model."));
+    let xor = ratio("tc.planes", 1001, Some(1000), "model.");
+    let ordered = ratio("tc.ordered", 1001, Some(1000), "model.");
     assert!(xor < 0.30 && ordered < 0.22, "one step: planes {xor}, ordered {ordered}");
-    let (xor, ordered) = (ratio("tc.planes", 2401, Some(2400), "model."), ratio("tc.ordered", 2401, Some(2400), "model."));
+    let xor = ratio("tc.planes", 2401, Some(2400), "model.");
+    let ordered = ratio("tc.ordered", 2401, Some(2400), "model.");
     assert!(xor < 0.03 && ordered < 0.02, "one step of fine-tuning: planes {xor}, ordered {ordered}");
     let master = ratio("tc.ordered", 1001, Some(1000), "optimizer.master");
     assert!(master < 0.75, "masters: {master}");
@@ -83,7 +91,8 @@ fn real_states_shrink_to_what_their_entropies_allow() {
 #[test]
 fn ordered_beats_the_bitmask_at_every_rate_of_change() {
     let registry = Registry::default();
-    let (ordered, bitmask) = (registry.get("tc.ordered").unwrap(), registry.get("tc.bitmask").unwrap());
+    let ordered = registry.get("tc.ordered").unwrap();
+    let bitmask = registry.get("tc.bitmask").unwrap();
     let mut state = 7u64;
     let mut next = move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -102,7 +111,8 @@ fn ordered_beats_the_bitmask_at_every_rate_of_change() {
                 }
             }
             let chunk = Chunk { base: Some(&base), ..Chunk::new(dtype, count as u64, &data) };
-            let (ours, theirs) = (bytes_of(ordered.as_ref(), &chunk).unwrap(), bytes_of(bitmask.as_ref(), &chunk).unwrap());
+            let ours = bytes_of(ordered.as_ref(), &chunk).unwrap();
+            let theirs = bytes_of(bitmask.as_ref(), &chunk).unwrap();
             assert!(ours < theirs, "{dtype} at {rate}: {ours} bytes, bitmask {theirs}");
         }
     }

@@ -62,7 +62,8 @@ async fn snapshots_of_ranks_record_the_times_of_the_slowest() {
         }
     }
     let times_of = async |step: u64| store.snapshot(step).await.unwrap().inspect().times();
-    let (first, second) = (times_of(1).await.unwrap(), times_of(2).await.unwrap());
+    let first = times_of(1).await.unwrap();
+    let second = times_of(2).await.unwrap();
     assert_eq!((first.encode_ms, first.upload_ms, first.previous), (Some(2.0), Some(2.5), None));
     let previous = second.previous.unwrap();
     assert_eq!((previous.step, previous.stall_ms), (1, Some(5.0)));
@@ -97,7 +98,8 @@ async fn snapshots_record_the_times_of_saves() {
         save(&mut writer, step).await.unwrap();
     }
     let times_of = async |step: u64| store.snapshot(step).await.unwrap().inspect().times();
-    let (first, second) = (times_of(1).await.unwrap(), times_of(2).await.unwrap());
+    let first = times_of(1).await.unwrap();
+    let second = times_of(2).await.unwrap();
     // The casks are in the log entry, which is written last.
     assert!(first.encode_ms.is_some() && first.upload_ms.is_none() && first.previous.is_none());
     let previous = second.previous.unwrap();
@@ -288,7 +290,8 @@ async fn pin_and_forget_beside_a_hundred_saves_disturb_nothing() {
     save(&mut writer, 0).await.unwrap();
     let done = Arc::new(AtomicU64::new(0));
     let other = {
-        let (store, done) = (store.clone(), done.clone());
+        let store = store.clone();
+        let done = done.clone();
         tokio::spawn(async move {
             let mut forgotten = Vec::new();
             let mut next = 1;

@@ -52,10 +52,13 @@ async fn assert_clean(store: &Store, steps: &[u64]) {
 
 /// `objects`, which another copy of `source` fills right before its first request that creates a log entry.
 fn filled_meanwhile(objects: &Arc<InMemory>, source: &Store) -> Store {
-    let (other, source, first) = (objects.clone(), source.clone(), AtomicU64::new(1));
+    let other = objects.clone();
+    let source = source.clone();
+    let first = AtomicU64::new(1);
     let raced = FaultStore::new(objects.clone(), move |operation, path: &Path| {
         if operation == Operation::Create && path.as_ref().starts_with("log/") && first.swap(0, Ordering::SeqCst) == 1 {
-            let (source, destination) = (source.clone(), wrap(other.clone()));
+            let source = source.clone();
+            let destination = wrap(other.clone());
             let copied = std::thread::spawn(move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(maintain::copy(&source, &destination, &CopyOptions::default()))
@@ -112,7 +115,8 @@ async fn a_reduced_snapshot_never_passes_as_whole() {
     assert_eq!(whole(destination.clone()).await, [2, 3]);
 
     // An interrupted copy has only the reduced step.
-    let (objects, entries) = (Arc::new(InMemory::new()), AtomicU64::new(0));
+    let objects = Arc::new(InMemory::new());
+    let entries = AtomicU64::new(0);
     let broken = FaultStore::new(objects.clone(), move |operation, path: &Path| {
         let is_entry = operation == Operation::Create && path.as_ref().starts_with("log/");
         if is_entry && entries.fetch_add(1, Ordering::SeqCst) >= 2 { Fault::FailBefore } else { Fault::None }
@@ -210,7 +214,8 @@ async fn a_step_that_is_pinned_at_the_destination_stays() {
 /// The writer of the destination goes on: nothing has fenced it.
 #[tokio::test]
 async fn a_refused_consolidation_stops_no_job() {
-    let (from, job) = (source(&[1]).await, wrap(Arc::new(InMemory::new())));
+    let from = source(&[1]).await;
+    let job = wrap(Arc::new(InMemory::new()));
     let mut writer = job.writer(Policy::Full).await.unwrap();
     for step in 2..=3 {
         save(&mut writer, step).await;
@@ -225,7 +230,8 @@ async fn a_refused_consolidation_stops_no_job() {
 async fn a_snapshot_that_was_pinned_meanwhile_is_not_reported_as_forgotten() {
     let objects = Arc::new(InMemory::new());
     add(&wrap(objects.clone()), &[1, 2, 3]).await;
-    let (other, first) = (objects.clone(), AtomicU64::new(1));
+    let other = objects.clone();
+    let first = AtomicU64::new(1);
     let raced = FaultStore::new(objects.clone(), move |operation, path: &Path| {
         if operation == Operation::Create && path.as_ref().starts_with("log/") && first.swap(0, Ordering::SeqCst) == 1 {
             let store = wrap(other.clone());
@@ -276,7 +282,8 @@ async fn an_old_cask_of_an_interrupted_reduction_is_written_again() {
 async fn a_cask_that_is_written_anew_after_gc_has_listed_it_stays() {
     let folder = tempfile::tempdir().unwrap();
     let cask = |name: &str| folder.path().join("casks").join(name);
-    let (old, anew) = (cask("00000000000000000000000000000000.cask"), cask("11111111111111111111111111111111.cask"));
+    let old = cask("00000000000000000000000000000000.cask");
+    let anew = cask("11111111111111111111111111111111.cask");
     let written = anew.clone();
     let files = FaultStore::new(Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap()), move |operation, path| {
         if operation == Operation::Head && written.ends_with(path.filename().unwrap_or_default()) {

@@ -111,7 +111,8 @@ async fn a_log_that_lacks_a_parent_removes_nothing_from_a_replica() {
     hosts.save(3).await;
     hosts.hosts[0].1.prune(hosts.session, at(0, 3)).await.unwrap();
     assert_eq!(replica(&hosts, 1).pull().await.unwrap().newest, Some(at(0, 3)));
-    let (held, last) = (objects_of(&hosts.path("replica")), log(&hosts).await.sequence());
+    let held = objects_of(&hosts.path("replica"));
+    let last = log(&hosts).await.sequence();
     std::fs::remove_file(hosts.path(&format!("mirror-0/log/{last:020}.json"))).unwrap();
     let report = replica(&hosts, 1).pull().await.unwrap();
     assert!(report.newest.is_none());
@@ -162,7 +163,8 @@ async fn followers_of_a_mirror_come_to_the_entries_after_a_catalog() {
 #[tokio::test]
 async fn a_mirror_learns_from_another_whose_log_is_shortened() {
     let hosts = two_steps().await;
-    let (behind, other) = (memory(&hosts.path("behind")), memory(&hosts.path("other")));
+    let behind = memory(&hosts.path("behind"));
+    let other = memory(&hosts.path("other"));
     follow_anew(&hosts, &behind).await;
     lengthen(&hosts, 2 * Mirror::KEPT_ENTRIES).await;
     follow_anew(&hosts, &behind).await;
@@ -218,7 +220,8 @@ async fn a_damaged_manifest_in_the_store_does_not_keep_the_log_from_a_mirror() {
     let mut hosts = two_steps().await;
     hosts.save_durably(3).await;
     let newest = below(&hosts.path("store/snapshots")).into_iter().last().unwrap();
-    let (whole, copy) = (std::fs::read(&newest).unwrap(), hosts.path("mirror-0/snapshots").join(newest.file_name().unwrap()));
+    let whole = std::fs::read(&newest).unwrap();
+    let copy = hosts.path("mirror-0/snapshots").join(newest.file_name().unwrap());
     damage(&newest);
     let mirror = hosts.hosts[0].1.memory().clone();
     follow_anew(&hosts, &mirror).await;
@@ -234,7 +237,8 @@ async fn a_damaged_manifest_in_the_store_does_not_keep_the_log_from_a_mirror() {
 async fn a_damaged_catalog_of_a_shortened_mirror_is_an_error_and_is_copied_again() {
     let hosts = two_steps().await;
     lengthen(&hosts, 70).await;
-    let (folder, last) = (hosts.path("short"), log(&hosts).await.sequence());
+    let folder = hosts.path("short");
+    let last = log(&hosts).await.sequence();
     let place = memory(&folder);
     follow_anew(&hosts, &place).await;
     assert!(!folder.join("log/00000000000000000001.json").exists(), "it begins with the catalog");
@@ -329,7 +333,8 @@ async fn a_damaged_store_file_costs_a_mirror_and_a_replica_nothing() {
 /// Log entries have the same names in all runs.
 #[tokio::test]
 async fn a_mirror_that_does_not_tell_its_run_keeps_no_log_of_another_run() {
-    let (mut hosts, other) = (two_steps().await, two_steps().await);
+    let mut hosts = two_steps().await;
+    let other = two_steps().await;
     lengthen(&hosts, 70).await;
     lengthen(&other, 70).await;
     hosts.save(3).await;

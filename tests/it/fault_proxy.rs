@@ -53,13 +53,16 @@ impl Proxy {
     async fn start(upstream: String) -> Arc<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let (refusals, way) = (std::sync::Mutex::default(), std::sync::Mutex::new(Way::Fin));
-        let (seen, refused) = (AtomicU64::new(0), AtomicU64::new(0));
+        let refusals = std::sync::Mutex::default();
+        let way = std::sync::Mutex::new(Way::Fin);
+        let seen = AtomicU64::new(0);
+        let refused = AtomicU64::new(0);
         let proxy = Arc::new(Self { address, refusals, refused, seen, at: AtomicU64::new(u64::MAX), way });
         let shared = proxy.clone();
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                let (shared, upstream) = (shared.clone(), upstream.clone());
+                let shared = shared.clone();
+                let upstream = upstream.clone();
                 tokio::spawn(async move {
                     // Errors are expected here: the test breaks the client's connection.
                     let _ = shared.serve(client, &upstream).await;
@@ -228,7 +231,8 @@ async fn break_requests(way: Way, bucket: &str, upstream: &str) -> Outcome {
     let mut once = added.clone();
     once.dedup();
     // Only a save that was reported as failed, but was stored, is committed again.
-    let (commits, told) = (added.len() as u64, outcome.told);
+    let commits = added.len() as u64;
+    let told = outcome.told;
     assert!(commits <= step + told && once.len() as u64 == step, "{way:?}: {commits} commits of {step} steps, {told} told");
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean(), "{way:?}");
     outcome
@@ -263,7 +267,8 @@ async fn refusing(refusals: Vec<Refusal>) -> Option<(Arc<Proxy>, impl Fn(&str) -
 async fn saves_of_ranks_and_copies_need_no_permission_to_delete() {
     let denied = |method, path| Refusal { method, path, status: "403 Forbidden", code: "AccessDenied" };
     let Some((proxy, open)) = refusing(vec![denied("DELETE", ""), denied("POST", "?delete")]).await else { return };
-    let (store, archive) = (open("run"), open("archive"));
+    let store = open("run");
+    let archive = open("archive");
     let mut writer = store.writer(Policy::Intermittent { every: 2 }).await.unwrap();
     let of_probe = proxy.refused.load(Ordering::SeqCst);
     assert!(of_probe > 0, "the probe of a new store removes its scratch objects if it may");
@@ -271,7 +276,8 @@ async fn saves_of_ranks_and_copies_need_no_permission_to_delete() {
         let mut receipts = Vec::new();
         let parent = writer.next_parent(step).await.unwrap();
         for rank in 0..2 {
-            let (name, data) = (format!("w{rank}"), state(step + u64::from(rank)));
+            let name = format!("w{rank}");
+            let data = state(step + u64::from(rank));
             let mut ranks = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, WriterOptions::default()).await.unwrap();
             receipts.push(ranks.save_on(step, parent, &[TensorView::new(&name, Dtype::U8, &[8000], &data).unwrap()], &[]).await.unwrap());
         }
@@ -299,7 +305,8 @@ async fn a_refused_commit_tells_the_code_and_is_no_unknown_outcome() {
         assert!(error.to_string().contains(code) && error.to_string().contains("nothing was committed"), "{error}");
     }
     // A server that fails may have committed nevertheless. The cause is told, too.
-    let (status, code) = ("500 Internal Server Error", "InternalError");
+    let status = "500 Internal Server Error";
+    let code = "InternalError";
     *proxy.refusals.lock().unwrap() = vec![Refusal { method: "PUT", path: "/log/", status, code }];
     let error = save(&mut writer, 2).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::OutcomeUnknown, "{error}");

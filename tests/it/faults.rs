@@ -36,7 +36,8 @@ fn assert_honest(error: &tensorcask::Error, what: &str) {
 /// Saves steps through a faulty store, reopens it if the writer asks for that, and reads them back through it.
 async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usize, what: &str) -> (u64, u64) {
     let mut acknowledged = Vec::new();
-    let (mut failures, mut writer) = (0, None::<Writer>);
+    let mut failures = 0;
+    let mut writer = None::<Writer>;
     for step in 1..=steps {
         let mut current = match writer.take() {
             Some(writer) => writer,
@@ -96,7 +97,8 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
 #[tokio::test(start_paused = true)]
 async fn random_faults_of_many_seeds() {
     let seeds: u64 = if is_thorough() { 1000 } else { 240 };
-    let (mut saved, mut failed) = (0, 0);
+    let mut saved = 0;
+    let mut failed = 0;
     for seed in 0..seeds {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let opened = AtomicU64::new(0);
@@ -116,7 +118,8 @@ async fn random_faults_of_many_seeds() {
 /// Casks of several parts.
 #[tokio::test(start_paused = true)]
 async fn random_faults_in_uploads_of_many_parts() {
-    let (mut saved, mut failed) = (0, 0);
+    let mut saved = 0;
+    let mut failed = 0;
     for seed in 0..12u64 {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         // Creates the store beforehand, because creation alone takes more than a hundred requests.

@@ -225,7 +225,8 @@ fn upward(root: &Path) -> BTreeSet<(String, String)> {
     let order: BTreeMap<Names, Vec<String>> = texts(root).into_iter().map(|(module, text)| (module, declared(&text))).collect();
     let names = |file: &str| file.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect::<Names>();
     let goes_up = |from: &str, to: &str| {
-        let (from, to) = (names(from), names(to));
+        let from = names(from);
+        let to = names(to);
         let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
         let floor = |path: &Names| order[&path[..shared]].iter().position(|name| Some(name) == path.get(shared));
         (floor(&to) > floor(&from) && floor(&from).is_some()).then(|| to[..=shared].join("::"))

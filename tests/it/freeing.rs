@@ -186,7 +186,8 @@ async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
     for step in 1..=3 {
         save(&mut first, step).await.unwrap();
     }
-    let (armed, objects) = (AtomicBool::new(true), memory.clone());
+    let armed = AtomicBool::new(true);
+    let objects = memory.clone();
     let raced = FaultStore::new(memory.clone(), move |operation, path: &Path| {
         if operation == Operation::Get && path.as_ref().starts_with("snapshots/1-") && armed.swap(false, Ordering::SeqCst) {
             let store = wrap(objects.clone());
@@ -201,7 +202,8 @@ async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
         }
         Fault::None
     });
-    let (source, destination) = (wrap(Arc::new(raced)), wrap(Arc::new(InMemory::new())));
+    let source = wrap(Arc::new(raced));
+    let destination = wrap(Arc::new(InMemory::new()));
     let report = maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
     assert_eq!(report.snapshots, 1, "the other three were given up: {report:?}");
     assert_eq!(whole_steps(&destination).await, [6]);
@@ -225,7 +227,8 @@ async fn any_failing_request_loses_no_live_step() {
             let retention = keep_last(2);
             let options =
                 || WriterOptions { policy: Policy::Intermittent { every: 3 }, retention: Some(retention), ..WriterOptions::default() };
-            let (mut acknowledged, mut failed) = (Vec::new(), 0);
+            let mut acknowledged = Vec::new();
+            let mut failed = 0;
             let mut open = None;
             for step in 1..=9 {
                 let mut current = match open.take() {
@@ -265,9 +268,13 @@ async fn readers_of_live_steps_and_copies_lose_nothing() {
     let mut writer = writer(&store, Policy::Intermittent { every: 4 }, keep_last(8)).await;
     save(&mut writer, 0).await.unwrap();
     let done = Arc::new(AtomicBool::new(false));
-    let (reads, copies, folded) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let reads = Arc::new(AtomicU64::new(0));
+    let copies = Arc::new(AtomicU64::new(0));
+    let folded = Arc::new(AtomicU64::new(0));
     let reader = tokio::spawn({
-        let (store, done, reads) = (open("run"), done.clone(), reads.clone());
+        let store = open("run");
+        let done = done.clone();
+        let reads = reads.clone();
         async move {
             while !done.load(Ordering::SeqCst) {
                 let newest = store.snapshot(Latest).await.unwrap();
@@ -280,7 +287,9 @@ async fn readers_of_live_steps_and_copies_lose_nothing() {
         }
     });
     let compactor = tokio::spawn({
-        let (store, done, folded) = (open("run"), done.clone(), folded.clone());
+        let store = open("run");
+        let done = done.clone();
+        let folded = folded.clone();
         async move {
             while !done.load(Ordering::SeqCst) {
                 let newest = live(&store).await.last().copied().unwrap();
@@ -292,7 +301,10 @@ async fn readers_of_live_steps_and_copies_lose_nothing() {
         }
     });
     let copier = tokio::spawn({
-        let (store, copy, done, copies) = (open("run"), open("copy"), done.clone(), copies.clone());
+        let store = open("run");
+        let copy = open("copy");
+        let done = done.clone();
+        let copies = copies.clone();
         async move {
             while !done.load(Ordering::SeqCst) {
                 maintain::copy(&store, &copy, &CopyOptions::default()).await.unwrap();

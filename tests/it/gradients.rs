@@ -77,11 +77,16 @@ impl Trainer {
     }
 
     fn update(&mut self, i: usize, g: f32) {
-        let (lr, eps) = (6e-4f64, 1e-8f32);
-        let (m, v, w) = (self.first[i], self.second[i], self.master[i]);
+        let lr = 6e-4f64;
+        let eps = 1e-8f32;
+        let m = self.first[i];
+        let v = self.second[i];
+        let w = self.master[i];
         let powers = [0.9f64.powi(self.step), 0.95f64.powi(self.step)];
         let [one, two] = powers.map(|power| 1.0 - power);
-        let (decay, scale, root) = ((1.0 - lr * 0.1) as f32, (-lr / one) as f32, two.sqrt() as f32);
+        let decay = (1.0 - lr * 0.1) as f32;
+        let scale = (-lr / one) as f32;
+        let root = two.sqrt() as f32;
         match self.kernel {
             Kernel::Processor => {
                 self.first[i] = 0.1f32.mul_add(g - m, m);
@@ -95,7 +100,8 @@ impl Trainer {
             }
             Kernel::CudaFused => {
                 // One ulp from the root of a binary64 correction, as a power of binary32 gives it.
-                let (root, scale) = (f32::from_bits(root.to_bits() + 1), f32::from_bits(scale.to_bits() - 1));
+                let root = f32::from_bits(root.to_bits() + 1);
+                let scale = f32::from_bits(scale.to_bits() - 1);
                 self.first[i] = 0.9f32.mul_add(m, (1.0 - 0.9f32) * g);
                 self.second[i] = 0.95f32.mul_add(v, (1.0 - 0.95f32) * (g * g));
                 let loss = (-lr * 0.1) as f32;
@@ -121,7 +127,8 @@ impl Trainer {
     fn rounded(&self) -> [(&'static str, Dtype, Vec<u8>); 3] {
         let upper = |numbers: &[f32]| numbers.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
         let master = self.master.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let (first, second) = (upper(&self.first), upper(&self.second));
+        let first = upper(&self.first);
+        let second = upper(&self.second);
         [("master.w", Dtype::F32, master), ("exp_avg.w", self.moments(), first), ("exp_avg_sq.w", self.moments(), second)]
     }
 
@@ -172,7 +179,8 @@ async fn small_tensors_do_not_put_off_the_search_in_large_ones() {
     const FEW: usize = 60;
     let store = Store::open("memory://").unwrap();
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-    let (mut trainer, mut noise) = (Trainer::new(Kernel::Processor, 1e-3), Random(5));
+    let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
+    let mut noise = Random(5);
     for step in 0..2 {
         trainer.train(1);
         let [_, (_, first), (_, second)] = trainer.tensors();
@@ -267,7 +275,8 @@ async fn a_chain_of_descents_is_replayed_and_restored_bit_by_bit() {
         let store = Store::open("memory://").unwrap();
         let mut writer = store.writer(Policy::Consecutive).await.unwrap();
         let mut trainer = Trainer::new(Kernel::Processor, 1e-3);
-        let (mut weights, mut momentum) = (trainer.master.clone(), vec![0.0f32; COUNT]);
+        let mut weights = trainer.master.clone();
+        let mut momentum = vec![0.0f32; COUNT];
         let mut states = Vec::new();
         for step in 0..12 {
             for ((w, m), g) in weights.iter_mut().zip(&mut momentum).zip(trainer.gradients(1)) {

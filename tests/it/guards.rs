@@ -9,7 +9,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::blocking::{Store, Writer, maintain};
 use tensorcask::{
-    Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Rect, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
+    Dtype, ErrorKind, FiniteCheck, Free, Metadata, Policy, Rank, Rect, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
 };
 
 use crate::common::without_inline;
@@ -26,7 +26,8 @@ fn bytes_of(numbers: &[f32]) -> Vec<u8> {
 fn save(writer: &mut Writer, step: u64, weight: f32, moment: f32) -> tensorcask::Result<SavedSnapshot> {
     let mut numbers = vec![0.5f32; 300_000];
     (numbers[0], numbers[299_999]) = (step as f32, weight);
-    let (weights, moments) = (bytes_of(&numbers), bytes_of(&[0.25, moment]));
+    let weights = bytes_of(&numbers);
+    let moments = bytes_of(&[0.25, moment]);
     let mask = bytes_of(&[0.0, f32::NEG_INFINITY]);
     let state = [
         TensorView::new("model.w", Dtype::F32, &[300_000], &weights)?,
@@ -238,7 +239,8 @@ fn steps_are_reduced_to_weights_except_the_last_finite_one() {
 fn a_reduction_keeps_weights_of_any_name_and_drops_the_state_of_any_optimizer() {
     let store = Store::open("memory://guards-roles").unwrap();
     let mut writer = store.writer_with(WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Off) }).unwrap();
-    let (data, short) = (bytes_of(&[1.0, 2.0]), [0x80, 0x3f, 0, 0x40]);
+    let data = bytes_of(&[1.0, 2.0]);
+    let short = [0x80, 0x3f, 0, 0x40];
     let weights = ["model.momentum.w", "model.ema.w", "ema.w", "momentum.v", "master.v", "net.exp_avg.v"];
     let dropped =
         ["optimizer.state.0.square_avg", "optimizer.state.0.sum", "optimizer.state.0.exp_avg", "optimizer.state.w.step", "master.u"];
@@ -313,7 +315,8 @@ fn weights_alone_are_named_only_if_none_of_them_changed() {
     let store = Store::open("memory://guards-unchanged-weights").unwrap();
     let mut writer = store.writer_with(options(FiniteCheck::Off)).unwrap();
     let mut save = |step: u64, number: f32| {
-        let (changing, constant) = (bytes_of(&[number]), bytes_of(&[0.5]));
+        let changing = bytes_of(&[number]);
+        let constant = bytes_of(&[0.5]);
         let state = [("w", &changing), ("inv_freq", &constant)];
         let state = state.map(|(name, bytes)| TensorView::new(name, Dtype::F32, &[1], bytes).unwrap());
         writer.save(step, &state, &[], &Metadata::default()).unwrap().unchanged
@@ -336,7 +339,8 @@ fn a_coordinator_names_parameters_of_ranks_that_stay_the_same() {
         let mut receipts = Vec::new();
         for (rank, writer) in (0u64..).zip(&mut writers) {
             // Rank 1 stops training `b` after step 1.
-            let (a, b) = (bytes_of(&[step as f32]), bytes_of(&[if rank == 0 { 0.5 } else { step.min(2) as f32 }]));
+            let a = bytes_of(&[step as f32]);
+            let b = bytes_of(&[if rank == 0 { 0.5 } else { step.min(2) as f32 }]);
             let rect = Rect { offset: vec![rank], shape: vec![1] };
             let shard = |name: &str, bytes| TensorView::shard(name, Dtype::F32, &[2], rect.clone(), bytes).unwrap();
             let state = [shard("model.a", &a), shard("model.b", &b), shard("optimizer.exp_avg.a", &a), shard("optimizer.exp_avg.b", &a)];
@@ -352,7 +356,8 @@ fn a_coordinator_names_parameters_of_ranks_that_stay_the_same() {
 fn a_writer_that_saves_once_recalls_the_two_steps_before() {
     let store = Store::open("memory://guards-recall").unwrap();
     let save = |step: u64, b: f32, recall: bool| {
-        let (a, b) = (bytes_of(&[step as f32]), bytes_of(&[b]));
+        let a = bytes_of(&[step as f32]);
+        let b = bytes_of(&[b]);
         let state = [("model.a", &a), ("model.b", &b), ("optimizer.exp_avg.a", &a), ("optimizer.exp_avg.b", &a)];
         let state = state.map(|(name, bytes)| TensorView::new(name, Dtype::F32, &[1], bytes).unwrap());
         let options = WriterOptions { recall, policy: Policy::Consecutive, ..options(FiniteCheck::Off) };
@@ -406,7 +411,8 @@ async fn a_retainer_looks_again_at_a_step_that_could_not_be_read() {
     let with = WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Tag) };
     let mut writer = store.writer_with(with).await.unwrap();
     for step in 1..=3 {
-        let (weights, moments) = (bytes_of(&[step as f32]), bytes_of(&[1.0]));
+        let weights = bytes_of(&[step as f32]);
+        let moments = bytes_of(&[1.0]);
         let state = [
             TensorView::new("model.w", Dtype::F32, &[1], &weights).unwrap(),
             TensorView::new("optimizer.exp_avg.w", Dtype::F32, &[1], &moments).unwrap(),
@@ -420,7 +426,7 @@ async fn a_retainer_looks_again_at_a_step_that_could_not_be_read() {
     memory.delete(&place).await.unwrap();
 
     let store = open();
-    let retention = Retention { keep_last: Some(1), keep_weights_every: Some(2), ..Retention::default() };
+    let retention = Retention { keep_last: Some(1), keep_weights_every: Some(2), free: Free::Gc, ..Retention::default() };
     let mut retainer = tensorcask::maintain::Retainer::new(&store, retention, maintain::CompactOptions::default());
     let mut requests = Vec::new();
     for call in 0..100 {

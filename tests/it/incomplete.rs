@@ -50,7 +50,8 @@ async fn refuses<T: std::fmt::Debug>(folder: &Path, object: &str, call: impl Fut
 
 /// Everything that deletes, or decides that something is not needed.
 async fn all_refuse(folder: &TempDir, store: &Store, object: &str) {
-    let (path, last) = (folder.path(), Retention { keep_last: Some(1), ..Retention::default() });
+    let path = folder.path();
+    let last = Retention { keep_last: Some(1), ..Retention::default() };
     refuses(path, object, maintain::gc(store, &NOW)).await;
     refuses(path, object, maintain::gc(store, &GcOptions { apply: false, ..NOW })).await;
     refuses(path, object, store.forget(&[1])).await;

@@ -159,7 +159,8 @@ async fn a_reduced_snapshot_becomes_objects() {
 async fn copies() {
     for (from, to) in [(true, true), (true, false), (false, true)] {
         let open = |inline: bool, objects: &Arc<InMemory>| if inline { wrap_inline(objects.clone()) } else { wrap(objects.clone()) };
-        let (source, destination) = (Arc::new(InMemory::new()), Arc::new(InMemory::new()));
+        let source = Arc::new(InMemory::new());
+        let destination = Arc::new(InMemory::new());
         let mut writer = open(from, &source).writer(Policy::Consecutive).await.unwrap();
         for step in 1..=3 {
             save(&mut writer, step).await;
@@ -175,7 +176,8 @@ async fn copies() {
         assert_holds(&destination, 1..=4).await;
         // Ids, and so digests of the manifests, stay the same.
         let records = |store: Store| async move { store.history().records().await.unwrap() };
-        let (ours, theirs) = (records(open(from, &source)).await, records(open(to, &destination)).await);
+        let ours = records(open(from, &source)).await;
+        let theirs = records(open(to, &destination)).await;
         assert!(ours.iter().zip(&theirs).all(|(a, b)| (a.id, a.manifest) == (b.id, b.manifest)));
     }
 }

@@ -205,7 +205,8 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     let pack = |range: std::ops::Range<usize>| -> Vec<u8> {
         range.clone().step_by(2).map(|i| nibble(i) | if i + 1 < range.end { nibble(i + 1) << 4 } else { 0 }).collect()
     };
-    let (first, second) = (pack(0..35), pack(35..105));
+    let first = pack(0..35);
+    let second = pack(35..105);
     let shard = |name, dtype, shape: &[u64], offset: &[u64], extent: &[u64], data| {
         TensorView::shard(name, dtype, shape, Rect { offset: offset.to_vec(), shape: extent.to_vec() }, data).unwrap()
     };
@@ -357,7 +358,8 @@ async fn meddled<F: Future<Output = ()> + Send + 'static>(policy: Policy, meddle
     use tensorcask::testing::fault::{Fault, FaultStore, Operation};
     let memory: Arc<InMemory> = Arc::new(InMemory::new());
     let plain = wrap(memory.clone());
-    let (armed, other) = (Arc::new(AtomicBool::new(true)), plain.clone());
+    let armed = Arc::new(AtomicBool::new(true));
+    let other = plain.clone();
     let gated = FaultStore::new(memory, move |operation, path| {
         if operation == Operation::Create && path.as_ref().starts_with("snapshots/3-") && armed.swap(false, Ordering::SeqCst) {
             let meddling = meddle(other.clone());
@@ -497,10 +499,15 @@ async fn writers_readers_compaction_and_gc_at_once() {
     let mut writer = open().writer_with(options.clone()).await.unwrap();
     save(&mut writer, 0).await.unwrap();
     let done = Arc::new(AtomicBool::new(false));
-    let (reads, freed, folded) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let reads = Arc::new(AtomicU64::new(0));
+    let freed = Arc::new(AtomicU64::new(0));
+    let folded = Arc::new(AtomicU64::new(0));
 
     let collector = tokio::spawn({
-        let (store, done, ages, freed) = (open(), done.clone(), ages.clone(), freed.clone());
+        let store = open();
+        let done = done.clone();
+        let ages = ages.clone();
+        let freed = freed.clone();
         async move {
             while !done.load(Ordering::SeqCst) {
                 let operation = ages.operation().await;
@@ -512,7 +519,10 @@ async fn writers_readers_compaction_and_gc_at_once() {
         }
     });
     let compactor = tokio::spawn({
-        let (store, done, ages, folded) = (open(), done.clone(), ages.clone(), folded.clone());
+        let store = open();
+        let done = done.clone();
+        let ages = ages.clone();
+        let folded = folded.clone();
         async move {
             let compact = CompactOptions { age_floor: FLOOR, ..CompactOptions::default() };
             while !done.load(Ordering::SeqCst) {
@@ -530,7 +540,10 @@ async fn writers_readers_compaction_and_gc_at_once() {
     });
     let readers: Vec<_> = (0..2)
         .map(|_| {
-            let (store, done, ages, reads) = (open(), done.clone(), ages.clone(), reads.clone());
+            let store = open();
+            let done = done.clone();
+            let ages = ages.clone();
+            let reads = reads.clone();
             tokio::spawn(async move {
                 while !done.load(Ordering::SeqCst) {
                     // A snapshot that was live when the log was read stays readable for the floor.

@@ -40,14 +40,16 @@ async fn weights_come_as_bf16_from_a_third_of_the_bytes() {
         }
     }
     for (step, weights) in &steps {
-        let (whole, narrow) = (store.snapshot(*step).await.unwrap(), store.snapshot(*step).await.unwrap());
+        let whole = store.snapshot(*step).await.unwrap();
+        let narrow = store.snapshot(*step).await.unwrap();
         for (name, shape, data) in weights {
             assert!(whole.read(name, &Slice::all()).await.unwrap().data == *data);
             let read = narrow.as_bf16().read(name, &Slice::all()).await.unwrap();
             assert_eq!((read.dtype, &read.shape), (Dtype::Bf16, shape));
             assert!(read.data == rounded(data), "step {step}, {name}");
         }
-        let (all, some) = (whole.inspect().read_counts().page_bytes, narrow.inspect().read_counts().page_bytes);
+        let all = whole.inspect().read_counts().page_bytes;
+        let some = narrow.inspect().read_counts().page_bytes;
         if *step == 1000 {
             assert!(some * 100 < all * 43, "{some} of {all} bytes");
         }

@@ -247,7 +247,8 @@ async fn a_rank_that_has_the_whole_state_replays_it() {
     let mut sizes = Vec::new();
     for step in [1000, 1001, 1010] {
         let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
-        let (state, own) = (names.tensors(&input), [TensorView::new("rank1.rng", Dtype::U8, &[4], &[1, 2, 3, 4]).unwrap()]);
+        let state = names.tensors(&input);
+        let own = [TensorView::new("rank1.rng", Dtype::U8, &[4], &[1, 2, 3, 4]).unwrap()];
         let parent = leader.next_parent(step).await.unwrap();
         let mut receipts = Vec::new();
         for (writer, tensors) in ranks.iter_mut().zip([state.as_slice(), &own]) {

@@ -136,7 +136,8 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     let archive = memory();
     maintain::consolidate(&store, &archive, 1010, &CompactOptions::default()).await.unwrap();
     check_file(&archive, 1010).await;
-    let (ours, theirs) = (store.snapshots().await.unwrap(), archive.snapshots().await.unwrap());
+    let ours = store.snapshots().await.unwrap();
+    let theirs = archive.snapshots().await.unwrap();
     assert!(ours.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
     assert!(theirs.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
 
@@ -187,7 +188,8 @@ async fn weights_without_masters_are_replayed() {
         assert_eq!(snapshot.tensors().len(), state.iter().filter(|(name, ..)| is_left(name)).count());
         for (name, shape, data) in state.iter().filter(|(name, ..)| is_left(name)) {
             assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "step {step}, {name}");
-            let (rows, row) = (shape[0] / 3..shape[0] / 2, data.len() / shape[0] as usize);
+            let rows = shape[0] / 3..shape[0] / 2;
+            let row = data.len() / shape[0] as usize;
             let read = snapshot.read(name, &Slice::rows(rows.clone())).await.unwrap().data;
             assert!(read == data[rows.start as usize * row..rows.end as usize * row], "step {step}, rows of {name}");
         }

@@ -110,7 +110,8 @@ async fn check_receipt(snapshot: &Snapshot, before: &State) {
             continue;
         };
         let dtype = snapshot.tensor(name).unwrap().dtype;
-        let (before, after) = (numbers(dtype, bytes), numbers(dtype, stored));
+        let before = numbers(dtype, bytes);
+        let after = numbers(dtype, stored);
         let found = relative(&before, &after);
         let max = found.iter().copied().fold(0.0, f64::max);
         let total = receipt.total;
@@ -200,7 +201,8 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
         assert_eq!(snapshot.inspect().chain().len(), 1);
         assert!(read(&snapshot).await == before[2], "{setting}: compaction changes nothing");
         check_receipt(&snapshot, &state_of(1010).1).await;
-        let (delta, base) = (saves[2].stored_bytes, saves[0].stored_bytes);
+        let delta = saves[2].stored_bytes;
+        let base = saves[0].stored_bytes;
         assert!(compacted.stored_bytes < base + base / 10, "{setting}: {} of {base}, {delta}", compacted.stored_bytes);
         // Decoded values are stored again without a further loss.
         let again = memory();
@@ -309,10 +311,12 @@ async fn errors_do_not_grow_along_a_chain() {
             ];
             writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
         }
-        let (start, end) = (store.snapshot(1).await.unwrap(), store.snapshot(steps).await.unwrap());
+        let start = store.snapshot(1).await.unwrap();
+        let end = store.snapshot(steps).await.unwrap();
         assert_eq!(end.inspect().chain().len() as u64, steps);
         for (first, last) in start.rounding().await.unwrap().iter().zip(end.rounding().await.unwrap()) {
-            let (begun, ended) = (first.total.mean_relative(), last.total.mean_relative());
+            let begun = first.total.mean_relative();
+            let ended = last.total.mean_relative();
             assert!(ended <= begun * 1.25, "{setting}, {}: {begun} at step 1, {ended} at step {steps}", first.name);
             if setting == "loguniform:16" {
                 assert!(first.total.max_relative < 0.0217 && last.total.max_relative < 0.0217);

@@ -42,7 +42,8 @@ async fn three_weightings_choose_three_settings() {
     }
     assert!(errors[2] < errors[0] && errors[0] < errors[1], "{errors:?}");
     let [size, precision] = ["1,0,0", "0.6,0,0.4"].map(|weights| save_master(weighted(ALTERNATIVES, weights)));
-    let (size, precision) = (size.await, precision.await);
+    let size = size.await;
+    let precision = precision.await;
     assert_eq!(precision.0.setting, "cluster:16:sample:linear", "the third weight alone made the difference");
     assert!(size.1 < precision.1, "{size:?} {precision:?}");
 }

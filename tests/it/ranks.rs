@@ -51,7 +51,8 @@ fn options(policy: Policy) -> WriterOptions {
 async fn save_rank(writer: &mut RankWriter, rank: u32, world: u32, step: u64, total: u64) -> tensorcask::Result<Receipt> {
     let share = total / u64::from(world);
     let first = u64::from(rank) * share;
-    let (weights, vector) = (rows(step, first..first + share), row(step + 1, 7));
+    let weights = rows(step, first..first + share);
+    let vector = row(step + 1, 7);
     let rect = Rect { offset: vec![first, 0], shape: vec![share, COLUMNS] };
     let shard = |name: &str| TensorView::shard(name, Dtype::F32, &[total, COLUMNS], rect.clone(), &weights);
     let mut state = vec![shard("model.w")?, shard("optimizer.exp_avg.w")?];
@@ -104,7 +105,9 @@ fn halt() -> ! {
 
 /// The store of a rank that halts before request number `at` of a folder.
 fn halting(url: &str, folder: &str, at: u64) -> Store {
-    let (local, folder, requests) = (LocalFileSystem::new_with_prefix(url).unwrap(), folder.to_owned(), AtomicU64::new(0));
+    let local = LocalFileSystem::new_with_prefix(url).unwrap();
+    let folder = folder.to_owned();
+    let requests = AtomicU64::new(0);
     wrap(Arc::new(FaultStore::new(Arc::new(local), move |_, path| {
         if path.as_ref().starts_with(&folder) && requests.fetch_add(1, Ordering::SeqCst) == at {
             halt();
@@ -119,7 +122,9 @@ fn rank_process() {
     let Ok(job) = std::env::var("TENSORCASK_TEST_RANK") else { return };
     let words: Vec<&str> = job.splitn(5, ' ').collect();
     let [url, rank, attempt, step, halts] = words[..] else { panic!("{job}") };
-    let (rank, attempt, step) = (rank.parse().unwrap(), attempt.parse().unwrap(), step.parse().unwrap());
+    let rank = rank.parse().unwrap();
+    let attempt = attempt.parse().unwrap();
+    let step = step.parse().unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {
         let store = match halts.split_once(' ') {

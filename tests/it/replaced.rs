@@ -330,7 +330,8 @@ async fn an_entry_that_is_listed_but_hidden_is_no_gap() {
 async fn a_store_that_is_deleted_during_a_save_is_made_again_or_told() {
     let memory = Arc::new(InMemory::new());
     let armed = Arc::new(AtomicBool::new(false));
-    let (objects, switch) = (memory.clone(), armed.clone());
+    let objects = memory.clone();
+    let switch = armed.clone();
     let deleting = FaultStore::new(memory.clone(), move |operation, path| {
         if operation == Operation::Create && path.as_ref().starts_with("snapshots/") && switch.swap(false, Ordering::SeqCst) {
             delete_all(&objects);
@@ -353,7 +354,8 @@ async fn a_store_that_is_deleted_during_a_save_is_made_again_or_told() {
 async fn a_store_that_never_stays_is_an_error() {
     let memory = Arc::new(InMemory::new());
     let armed = Arc::new(AtomicBool::new(false));
-    let (objects, switch) = (memory.clone(), armed.clone());
+    let objects = memory.clone();
+    let switch = armed.clone();
     let deleting = FaultStore::new(memory.clone(), move |operation, path| {
         if operation == Operation::Create && path.as_ref().starts_with("snapshots/") && switch.load(Ordering::SeqCst) {
             let _ = futures::executor::block_on(objects.delete(&"store.json".into()));
@@ -377,7 +379,8 @@ async fn a_deletion_while_a_store_is_opened_does_not_blame_the_storage() {
     let memory = Arc::new(InMemory::new());
     save(&mut wrap(memory.clone()).writer(Policy::Full).await.unwrap(), 1).await.unwrap();
     let armed = Arc::new(AtomicBool::new(true));
-    let (objects, switch) = (memory.clone(), armed.clone());
+    let objects = memory.clone();
+    let switch = armed.clone();
     let deleting = FaultStore::new(memory.clone(), move |operation, path| {
         if operation == Operation::Create && path.as_ref() == "store.json" && switch.swap(false, Ordering::SeqCst) {
             futures::executor::block_on(objects.delete(&"store.json".into())).unwrap();
@@ -485,7 +488,8 @@ async fn ranks_begin_anew_in_a_store_that_was_deleted() {
 /// reported.
 #[tokio::test]
 async fn a_copy_that_lost_objects_gets_them_again() {
-    let (run, copy) = (Run::new(), Run::new());
+    let run = Run::new();
+    let copy = Run::new();
     let mut writer = run.writer().await;
     save(&mut writer, 1).await.unwrap();
     let mut copier = Copier::open(&run.store(), &copy.store(), Id::random().unwrap(), CopyOptions::default()).await.unwrap();

@@ -59,7 +59,9 @@ async fn a_link_that_is_switched_ends_the_save() {
     for below in ["", "run"] {
         for target in ["empty", "copy", "other", "missing"] {
             let links = Links::new();
-            let (url, old, new) = (links.path("current").join(below), links.path("a"), links.path(target));
+            let url = links.path("current").join(below);
+            let old = links.path("a");
+            let new = links.path(target);
             let mut first = writer(&url).await;
             save(&mut first, 1).await.unwrap();
             match target {
@@ -141,7 +143,8 @@ impl Drop for Mount {
 async fn a_mount_that_disappears_ends_the_save() {
     for below in ["", "run"] {
         let folder = tempfile::tempdir().unwrap();
-        let (point, backup) = (folder.path().join("mnt"), folder.path().join("backup"));
+        let point = folder.path().join("mnt");
+        let backup = folder.path().join("backup");
         std::fs::create_dir(&point).unwrap();
         let url = point.join(below);
         let Some(mount) = Mount::new(&point) else { return };

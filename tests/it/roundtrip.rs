@@ -134,7 +134,8 @@ proptest! {
                     }
                     // A slice equals the rows of the whole tensor.
                     if let Some(&rows) = spec.shape.first().filter(|&&rows| rows > 1) {
-                        let (from, to) = (rows / 3, rows / 3 + (rows / 2).max(1));
+                        let from = rows / 3;
+                        let to = rows / 3 + (rows / 2).max(1);
                         let slice = Slice::rows(from..to);
                         let part = snapshot.read(&format!("t{i}"), &slice).await.unwrap();
                         let row: u64 = spec.shape[1..].iter().product();
@@ -183,7 +184,8 @@ fn real_checkpoints_come_back_as_they_were() {
             store.snapshot(step as u64).unwrap().write_safetensors(&stored_names(&store, step as u64), &mut out).unwrap();
             let out = out.into_inner();
             let input = std::fs::read(data(file)).unwrap();
-            let (a, b) = (safetensors::SafeTensors::deserialize(&input).unwrap(), safetensors::SafeTensors::deserialize(&out).unwrap());
+            let a = safetensors::SafeTensors::deserialize(&input).unwrap();
+            let b = safetensors::SafeTensors::deserialize(&out).unwrap();
             let sorted = |file: &safetensors::SafeTensors<'_>| {
                 let mut tensors: Vec<_> =
                     file.iter().map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec())).collect();

@@ -52,7 +52,8 @@ fn error_that_counts(weights: &[f32], gradients: &[f32], after: &[u8]) -> f64 {
 #[tokio::test]
 async fn levels_lie_where_gradients_are_large() {
     let (weights, gradients) = weights();
-    let (data, gradient) = (bytes(weights.iter().copied()), bytes(gradients.iter().copied()));
+    let data = bytes(weights.iter().copied());
+    let gradient = bytes(gradients.iter().copied());
     let second = bytes(gradients.iter().map(|g| g * g));
     let half: Vec<u8> = gradient.chunks_exact(4).flat_map(|unit| [unit[2], unit[3]]).collect();
     let view = TensorView::new("model.w", Dtype::F32, &[COUNT], &data).unwrap();
@@ -82,7 +83,8 @@ async fn levels_lie_where_gradients_are_large() {
 #[tokio::test]
 async fn sensitive_numbers_are_protected_and_others_pruned() {
     let (weights, gradients) = weights();
-    let (data, gradient) = (bytes(weights.iter().copied()), bytes(gradients.iter().copied()));
+    let data = bytes(weights.iter().copied());
+    let gradient = bytes(gradients.iter().copied());
     let view = TensorView::new("model.w", Dtype::F32, &[COUNT], &data).unwrap().with_gradient(Dtype::F32, &gradient).unwrap();
     let store = memory();
     let mut writer = store.writer_with(options(&["model=kmeans:16:pruned=500:protected=100:sensitive"])).await.unwrap();
@@ -122,7 +124,8 @@ async fn weights_of_bf16_take_levels() {
         sizes.push(saved.stored_bytes);
         let snapshot = store.snapshot(Latest).await.unwrap();
         let after = snapshot.read("model.w", &Slice::all()).await.unwrap().data;
-        let (before, after) = (bf16(&data), bf16(&after));
+        let before = bf16(&data);
+        let after = bf16(&after);
         for chunk in 0..2 {
             let range = chunk * 262_000..((chunk + 1) * 262_000).min(after.len());
             let mut distinct: Vec<u32> = after[range.clone()].iter().map(|x| x.to_bits()).collect();
@@ -175,7 +178,8 @@ async fn a_state_search_keeps_its_budget() {
 #[tokio::test]
 async fn levels_stay_while_numbers_change_little_and_do_not_depend_on_the_base() {
     let mut weights: Vec<f32> = (0..100_000u64).map(|i| ((i * 7919 % 99_991) as f32 / 99_991.0 - 0.5) * 0.1).collect();
-    let (store, mut sizes) = (memory(), Vec::new());
+    let store = memory();
+    let mut sizes = Vec::new();
     let mut writer = store.writer_with(options(&["model=kmeans:16:absolute"])).await.unwrap();
     for step in 0..12u64 {
         // A hundredth of the weights move. At step 11, all of them are twice as large.
@@ -201,7 +205,9 @@ async fn levels_stay_while_numbers_change_little_and_do_not_depend_on_the_base()
 async fn a_tensor_without_gradients_does_not_decide_for_those_with_them() {
     let count = 50_000u64;
     let numbers = |scale: f32, seed: u64| bytes((0..count).map(move |i| ((i * (7919 + seed) % 49_999) as f32 / 49_999.0 - 0.5) * scale));
-    let (weights, first, second) = (numbers(0.04, 0), numbers(1e-4, 2), bytes((0..count).map(|i| 1e-8 + i as f32 * 1e-13)));
+    let weights = numbers(0.04, 0);
+    let first = numbers(1e-4, 2);
+    let second = bytes((0..count).map(|i| 1e-8 + i as f32 * 1e-13));
     let variances = bytes((0..1000).map(|i| 1.0 + i as f32 * 1e-3));
     let tensors = [
         ("model.w", &weights, count),

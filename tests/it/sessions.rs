@@ -246,7 +246,8 @@ async fn equal_parts_of_several_ranks_are_stored_once_and_different_ones_are_an_
     for step in 1..=4u64 {
         for (rank, writer) in (0..).zip(&mut writers) {
             // At step 3, one byte of rank 1 differs.
-            let (own, count) = (row(step, rank), (step + u64::from(step == 3 && rank == 1)).to_le_bytes());
+            let own = row(step, rank);
+            let count = (step + u64::from(step == 3 && rank == 1)).to_le_bytes();
             let shared = row(step, 9);
             let mut state = state(rank, 2, &own);
             state.tensors.push(TensorView::new("optim.step", Dtype::I64, &[], &count).unwrap());
@@ -379,7 +380,8 @@ async fn requests(hosts: u32, ranks_per_host: u32) -> u64 {
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let open = || Store::with_object_store(objects.clone(), "run".into(), StoreOptions::default());
     let (stores, of_leader): (Vec<Store>, Store) = ((0..hosts).map(|_| open()).collect(), open());
-    let (id, world) = (Id::random().unwrap(), hosts * ranks_per_host);
+    let id = Id::random().unwrap();
+    let world = hosts * ranks_per_host;
     let mut leader =
         LeaderWriter::open(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1, above: None }, options()).await.unwrap();
     let mut writers = Vec::new();
@@ -457,7 +459,8 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
         leadership: log.leadership().clone(),
         continued: vec![ContinuedSession { session: before, attempt: 0, newest: Some(newest) }],
     };
-    let (without_2, with_2) = (known(1), known(2));
+    let without_2 = known(1);
+    let with_2 = known(2);
     let next = || Leader { session: Id::random().unwrap(), after: log.sequence(), attempt: 0, term: 1, above: None };
     let refused = |opened: tensorcask::Result<LeaderWriter>| {
         let error = opened.unwrap_err();
@@ -466,7 +469,8 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     // The store commits a step, and its answer is lost.
     session.save(at(0, 2)).await;
     session.commit(&mut leader, at(0, 2)).await.unwrap();
-    let (entries, other) = (SessionLog::open(&store).await.unwrap().sequence(), KnownLog { run: Id::random().unwrap(), ..known(2) });
+    let entries = SessionLog::open(&store).await.unwrap().sequence();
+    let other = KnownLog { run: Id::random().unwrap(), ..known(2) };
     refused(LeaderWriter::open_known(&store, next(), &without_2, options()).await);
     refused(LeaderWriter::open_known(&store, next(), &other, options()).await);
     assert_eq!(SessionLog::open(&store).await.unwrap().sequence(), entries, "nothing was written");

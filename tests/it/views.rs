@@ -57,7 +57,8 @@ fn file_of(place: &PartPlace) -> (&Path, u64) {
 fn assert_is_mapped(map: &TensorMap) {
     for part in &map.parts {
         let (path, first_byte) = file_of(&part.stored.place);
-        let (path, start) = (path.canonicalize().unwrap(), part.bytes.as_ptr() as u64);
+        let path = path.canonicalize().unwrap();
+        let start = part.bytes.as_ptr() as u64;
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let held = maps.lines().filter(|line| line.ends_with(path.to_str().unwrap())).any(|line| {
             let fields: Vec<&str> = line.split_whitespace().collect();
@@ -124,7 +125,8 @@ async fn raw_tensors_of_all_kinds_are_mapped() {
 async fn a_map_outlives_its_file() {
     let folder = tempfile::tempdir().unwrap();
     let store = local(folder.path(), without_inline());
-    let (first, second) = (noise(1, 3 * CHUNK), noise(2, CHUNK));
+    let first = noise(1, 3 * CHUNK);
+    let second = noise(2, CHUNK);
     let mut writer = store.writer(Policy::Full).await.unwrap();
     let snapshot = save_bytes(&store, &mut writer, 1, &first).await;
     let map = snapshot.view("w").await.unwrap();
@@ -151,7 +153,8 @@ async fn unchanged_chunks_of_a_delta_are_mapped_from_the_file_of_the_base() {
         assert_eq!(base.parts.len(), 1);
         let (base_file, first_byte) = file_of(&base.parts[0].stored.place);
 
-        let (start, end) = (CHUNK as u64, 2 * CHUNK as u64);
+        let start = CHUNK as u64;
+        let end = 2 * CHUNK as u64;
         for byte in &mut bytes[CHUNK..2 * CHUNK] {
             *byte = byte.wrapping_mul(3).wrapping_add(1);
             if !is_raw {

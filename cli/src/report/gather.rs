@@ -336,7 +336,8 @@ impl Run {
 
     /// Steps of the charts: evenly spaced, with the first and the last step, and the first with a NaN or an infinity.
     fn shown_steps(&self) -> Vec<&StepTotal> {
-        let (count, most) = (self.steps.len(), self.bounds.steps);
+        let count = self.steps.len();
+        let most = self.bounds.steps;
         if count <= most {
             return self.steps.iter().collect();
         }

@@ -140,7 +140,8 @@ impl Report {
         let mut text = Text::default();
         let optional = |count: Option<f64>| count.map_or("-".to_owned(), |_| percent(count));
         let cells = |figures: &Figures| {
-            let (rows, changed) = (optional(figures.rows_changed_share), percent(figures.changed_share));
+            let rows = optional(figures.rows_changed_share);
+            let changed = percent(figures.changed_share);
             [changed, rows, format!("{:.2}", figures.bits_full), format!("{:.2}", figures.bits_xor), median(figures)]
         };
         let of_row = |row: &Row| {

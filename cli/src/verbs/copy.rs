@@ -49,7 +49,8 @@ struct Report<'a> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
-    let (source, destination) = (Store::open(&args.source)?, Store::open(&args.destination)?);
+    let source = Store::open(&args.source)?;
+    let destination = Store::open(&args.destination)?;
     let progress = Progress::start(&source, "copying");
     progress.expect(|| stored_bytes(&source, &args.steps));
     let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());

@@ -61,7 +61,8 @@ struct Row {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    let (a, b) = (store.snapshot(args.a)?, store.snapshot(args.b)?);
+    let a = store.snapshot(args.a)?;
+    let b = store.snapshot(args.b)?;
     let progress = Progress::start(&store, "comparing");
     let pair = Pair::Snapshots([&a, &b]);
     let mut rows = Vec::new();
@@ -78,7 +79,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     drop(progress);
 
     let sum = |of: fn(&Row) -> Option<u64>| rows.iter().filter_map(of).fold(0, u64::saturating_add);
-    let (elements, changed, nan_b) = (sum(|row| row.elements), sum(|row| row.changed), sum(|row| row.nan_b));
+    let elements = sum(|row| row.elements);
+    let changed = sum(|row| row.changed);
+    let nan_b = sum(|row| row.nan_b);
     let report = Report {
         store: &args.store,
         a: a.step(),
@@ -97,7 +100,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
 impl Row {
     fn without_numbers(tensor: Described, status: &'static str) -> Self {
-        let (dtype, shape) = (tensor.dtype.name(), tensor.shape);
+        let dtype = tensor.dtype.name();
+        let shape = tensor.shape;
         Self { name: tensor.name, status, dtype, shape, elements: None, changed: None, changed_share: None, max_ulps: None, nan_b: None }
     }
 
@@ -119,8 +123,11 @@ impl Report<'_> {
         // Show an unchanged tensor only if it contains NaNs.
         let shown = self.tensors.iter().filter(|row| row.status != "same" || row.nan_b.unwrap_or(0) > 0);
         let cells = shown.map(|row| {
-            let (dtype, shape) = (row.dtype.to_owned(), human_shape(&row.shape));
-            let (share, ulps, nans) = (percent(row.changed_share), number(row.max_ulps), number(row.nan_b));
+            let dtype = row.dtype.to_owned();
+            let shape = human_shape(&row.shape);
+            let share = percent(row.changed_share);
+            let ulps = number(row.max_ulps);
+            let nans = number(row.nan_b);
             vec![row.name.clone(), row.status.to_owned(), dtype, shape, share, ulps, nans]
         });
         let cells: Vec<Vec<String>> = cells.collect();
@@ -131,7 +138,8 @@ impl Report<'_> {
         }
         let share = percent(self.changed_share);
         let side = |step: u64, snapshot: &str| format!("step {step} (snapshot {snapshot:.8})");
-        let (a, b) = (side(self.a, &self.a_snapshot), side(self.b, &self.b_snapshot));
+        let a = side(self.a, &self.a_snapshot);
+        let b = side(self.b, &self.b_snapshot);
         text.line(format!("{a} to {b}: {share} of {} elements changed; {same} tensors are the same", self.elements));
         text
     }

@@ -161,7 +161,9 @@ fn describe(made: Vec<Reduced>, text: &mut Text) -> Vec<ReducedRow> {
                 human_bytes(stored_bytes_before)
             ),
         });
-        let (step, snapshot, roles) = (record.step, record.id.to_hex(), record.roles);
+        let step = record.step;
+        let snapshot = record.id.to_hex();
+        let roles = record.roles;
         reduced.push(ReducedRow { step, snapshot, roles, stored_bytes_before, stored_bytes, held });
     }
     reduced

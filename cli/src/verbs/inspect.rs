@@ -219,7 +219,8 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     }
     casks.iter().for_each(|cask| cask.describe(&mut text));
     let snapshot_id = snapshot.record().id.to_hex();
-    let (store, step) = (&args.object, snapshot.step());
+    let store = &args.object;
+    let step = snapshot.step();
     let report = StoreReport {
         store,
         step,

@@ -35,7 +35,8 @@ fn differences_are_counted() {
     let bf16 = |bits: [u16; 4]| bits.iter().flat_map(|bits| [*bits as u8, (*bits >> 8) as u8]).collect::<Vec<u8>>();
     let old = bf16([0x3f80, 0x0000, 0x3f80, 0x4000]);
     let new = bf16([0x3f83, 0x8000, 0x7fc0, 0x4000]);
-    let (zeros, ones) = ([0u8; 4], [1u8; 4]);
+    let zeros = [0u8; 4];
+    let ones = [1u8; 4];
     let old: [(&str, Dtype, &[usize], &[u8]); 6] = [
         ("w", Dtype::BF16, &[2, 2], &old),
         ("gone", Dtype::U8, &[4], &zeros),
@@ -94,7 +95,8 @@ fn differences_are_analyzed() {
         assert_eq!((tensor.1, tensor.2.len()), (Dtype::BF16, 2));
         tensor.3.chunks(2).map(|pair| u16::from(pair[0]) | u16::from(pair[1]) << 8).collect()
     };
-    let (a, b) = (bits(&old), bits(&new));
+    let a = bits(&old);
+    let b = bits(&new);
     let row = of_files["tensors"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap();
     let columns = row["shape"][1].as_u64().unwrap() as usize;
     let rows_changed = a.chunks(columns).zip(b.chunks(columns)).filter(|(a, b)| a != b).count();
@@ -106,7 +108,8 @@ fn differences_are_analyzed() {
     let ordered = |bits: u16| if bits < 0x8000 { i64::from(bits) } else { -i64::from(bits & 0x7fff) };
     let distances: Vec<u64> = a.iter().zip(&b).map(|(a, b)| ordered(*a).abs_diff(ordered(*b))).collect();
     for bin in row["ulps"].as_array().unwrap() {
-        let (from, to) = (bin["from"].as_u64().unwrap(), bin["to"].as_u64().unwrap());
+        let from = bin["from"].as_u64().unwrap();
+        let to = bin["to"].as_u64().unwrap();
         assert_eq!(bin["elements"], distances.iter().filter(|ulps| (from..=to).contains(*ulps)).count(), "{from} to {to}");
     }
     let entropy = |bytes: Vec<u8>| {

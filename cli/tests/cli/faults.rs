@@ -92,7 +92,8 @@ fn the_newest_step_falls_back_over_damage_and_says_so() {
         place.path(&format!("run/casks/{}.cask", inspected["casks"][nth]["id"].as_str().unwrap()))
     };
     // The newest lacks the end of a cask; the one before has a damaged page, which only reading finds.
-    let (newest, before) = (cask(1010, 1), cask(1001, 0));
+    let newest = cask(1010, 1);
+    let before = cask(1001, 0);
     let bytes = std::fs::read(&newest).unwrap();
     std::fs::write(&newest, &bytes[..bytes.len() / 2]).unwrap();
     let restored = place.run("restore @run -o @out --json");
@@ -124,7 +125,8 @@ fn nothing_reaches_a_terminal_raw() {
     let place = Place::new();
     place.write("a", &[("\u{1b}[31mred\u{202e}\n", Dtype::U8, &[1], &[1])]);
     place.write("b", &[("\u{1b}[31mred\u{202e}\n", Dtype::U8, &[1], &[2])]);
-    let (run, a) = (place.path("run"), place.path("a"));
+    let run = place.path("run");
+    let a = place.path("a");
     let saved = place.run_words(&["save", run.to_str().unwrap(), "--step", "1", "--user", "k=\u{1b}c", a.to_str().unwrap()]);
     assert!(saved.status.success());
     place.json("save @run --step 2 @b");

@@ -99,7 +99,8 @@ fn codecs_serve_an_objective_and_roles_may_be_told() {
 
     // Under a name that nobody knows, it has one again once it is told what it is, and of what.
     let mut bytes = std::fs::read(&input).unwrap();
-    let (known, unknown) = (b"\"optimizer.master.", b"\"fp32_main_copies.");
+    let known = b"\"optimizer.master.";
+    let unknown = b"\"fp32_main_copies.";
     for at in 0..bytes.len() - known.len() {
         if bytes[at..].starts_with(known) {
             bytes[at..at + unknown.len()].copy_from_slice(unknown);
@@ -110,7 +111,8 @@ fn codecs_serve_an_objective_and_roles_may_be_told() {
     let saved = |name: &str, role: &str| {
         place.json(&format!("save @{name} --policy full --step 1 --objective smallest {} {role}", other.display()))
     };
-    let (alone, paired) = (saved("alone", "--role fp32_main_copies.*=master"), saved("paired", "--role fp32_main_copies.*=master:*"));
+    let alone = saved("alone", "--role fp32_main_copies.*=master");
+    let paired = saved("paired", "--role fp32_main_copies.*=master:*");
     assert!(alone["chunks"].get("tc.remainder").is_none());
     assert_eq!(paired["chunks"]["tc.remainder"], smallest["chunks"]["tc.remainder"]);
     for wrong in ["fp32*.*=master:*", "x=:y", "x=y:", "=y"] {

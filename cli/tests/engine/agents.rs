@@ -169,7 +169,8 @@ fn memory_does_not_grow_with_the_number_of_saves() {
     const SAVES: u64 = 300;
     let host = Host::new();
     let mut engine = Engine::start(EngineOptions { keep: 2, ..host.options() }).unwrap();
-    let (mut most, mut threads) = (0, 0);
+    let mut most = 0;
+    let mut threads = 0;
     for step in 1..=SAVES {
         State::new(step, 64 << 10).save(&mut engine).unwrap();
         if step % 20 == 0 {
@@ -359,7 +360,8 @@ fn a_process_of_another_user_is_refused() {
     }
     let host = Host::new();
     // A program that the other user may run, and a folder that they may write to.
-    let (program, folder) = (host.folder.path().join("tensorcask"), host.folder.path().join("theirs"));
+    let program = host.folder.path().join("tensorcask");
+    let folder = host.folder.path().join("theirs");
     std::fs::set_permissions(host.folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     std::fs::copy(env!("CARGO_BIN_EXE_tensorcask"), &program).unwrap();
     std::fs::create_dir(&folder).unwrap();
@@ -432,7 +434,8 @@ fn an_agent_is_not_bound_to_the_processors_of_the_rank_that_started_it() {
     let mut one = CpuSet::new();
     one.set((0..CpuSet::MAX_CPU).find(|processor| before.is_set(*processor)).unwrap());
     sched_setaffinity(None, &one).unwrap();
-    let (bound, host) = (own(), Host::new());
+    let bound = own();
+    let host = Host::new();
     let mut engine = host.engine();
     sched_setaffinity(None, &before).unwrap();
     save(&mut engine, 1);

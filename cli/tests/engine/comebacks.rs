@@ -21,7 +21,8 @@ fn data(step: u64, attempt: u8) -> Vec<u8> {
 }
 
 pub(crate) fn save_half(engine: &mut Engine, rank: u32, step: u64, attempt: u8) {
-    let (all, from) = (data(step, attempt), rank as usize * HALF);
+    let all = data(step, attempt);
+    let from = rank as usize * HALF;
     let rect = Rect { offset: vec![from as u64], shape: vec![HALF as u64] };
     let tensors = [TensorView::shard("w", Dtype::U8, &[2 * HALF as u64], rect, &all[from..from + HALF]).unwrap()];
     engine.save(step, &tensors, &[], &Metadata::default()).unwrap();
@@ -36,7 +37,8 @@ fn stays_incomplete(engine: &mut Engine) {
 
 /// Both ranks, which have saved step 1.
 fn with_step_1(host: &Host) -> (Engine, Engine) {
-    let (mut first, mut second) = (rank(host, 0), rank(host, 1));
+    let mut first = rank(host, 0);
+    let mut second = rank(host, 1);
     save_half(&mut first, 0, 1, 1);
     save_half(&mut second, 1, 1, 1);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
@@ -51,7 +53,8 @@ fn check_halves(host: &Host, step: u64, attempt: u8) {
 #[test]
 fn states_of_two_starts_are_never_joined() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for step in 1..=2 {
         save_half(&mut first, 0, step, 1);
         save_half(&mut second, 1, step, 1);
@@ -59,7 +62,8 @@ fn states_of_two_starts_are_never_joined() {
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
     save_half(&mut first, 0, 3, 1);
     drop((first, second));
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for engine in [&first, &second] {
         assert_eq!(engine.restore(Latest).unwrap().step, 2, "rank 1 does not have step 3");
         assert_eq!(engine.loadable().unwrap()[0].step, 2);
@@ -89,7 +93,8 @@ fn states_of_two_starts_are_never_joined() {
 #[test]
 fn a_rank_that_restarts_alone_is_joined_by_the_others() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     save_half(&mut first, 0, 1, 1);
     save_half(&mut second, 1, 1, 1);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
@@ -146,7 +151,8 @@ fn ranks_hear_that_one_of_them_repeated_a_save_alone() {
     assert!(waited.failed && waited.failures.iter().any(|failure| failure.message.contains("repeated a save")), "{waited:?}");
     // The next start agrees on a step.
     drop((first, second));
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     assert_eq!((first.restore(Latest).unwrap().step, second.restore(Latest).unwrap().step), (1, 1));
     save_half(&mut first, 0, 2, 2);
     save_half(&mut second, 1, 2, 2);
@@ -175,7 +181,8 @@ fn a_rank_hears_that_another_has_ended() {
 #[test]
 fn an_older_step_may_be_saved_again() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for (step, attempt) in [(90, 1), (100, 1), (95, 2), (100, 2)] {
         save_half(&mut first, 0, step, attempt);
         stays_incomplete(&mut first);
@@ -192,7 +199,8 @@ fn an_older_step_may_be_saved_again() {
 #[test]
 fn saves_from_before_and_after_a_return_are_never_joined() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for step in [90, 100] {
         save_half(&mut first, 0, step, 1);
         save_half(&mut second, 1, step, 1);
@@ -200,10 +208,12 @@ fn saves_from_before_and_after_a_return_are_never_joined() {
     }
     save_half(&mut first, 0, 100, 2);
     drop((first, second));
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for (number, engine) in [&first, &second].into_iter().enumerate() {
         let found = engine.restore(100).unwrap();
-        let (found, all) = (&found.tensors[0].data, data(100, 1));
+        let found = &found.tensors[0].data;
+        let all = data(100, 1);
         let expected = if found.len() == HALF { &all[number * HALF..(number + 1) * HALF] } else { &all };
         assert!(**found == *expected, "rank {number}: values of the second attempt, or of both");
     }
@@ -218,7 +228,8 @@ fn saves_from_before_and_after_a_return_are_never_joined() {
 #[test]
 fn a_rank_that_restarts_alone_with_a_new_agent_begins_a_session() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     for step in 1..=2 {
         save_half(&mut first, 0, step, 1);
         save_half(&mut second, 1, step, 1);
@@ -270,7 +281,8 @@ fn an_agent_without_a_trainer_fences_no_other_job() {
 #[test]
 fn arenas_of_former_ranks_are_removed() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     save_half(&mut first, 0, 1, 1);
     save_half(&mut second, 1, 1, 1);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
@@ -293,7 +305,8 @@ fn arenas_of_former_ranks_are_removed() {
 #[test]
 fn waiting_states_are_encoded_before_a_job_of_another_size_continues() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     save_half(&mut first, 0, 1, 1);
     save_half(&mut second, 1, 1, 1);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);

@@ -97,7 +97,8 @@ fn a_host_alone() {
 
 #[test]
 fn two_hosts_look_at_each_other() {
-    let (scratch, ports) = (tempfile::tempdir().unwrap(), ports());
+    let scratch = tempfile::tempdir().unwrap();
+    let ports = ports();
     let make = |name: &str, run: &str| {
         let folder = scratch.path().join(name);
         let options = InitTls { run: run.to_owned(), hosts: 2, valid: Duration::from_secs(30 * 24 * 3600) };

@@ -70,7 +70,8 @@ fn variables<'a>(server: &'a Server, key: &'a str) -> Vec<(&'a str, &'a str)> {
 #[test]
 fn the_agent_uses_the_environment_of_each_trainer() {
     let host = Host::new();
-    let (other, own) = (Server::start(), Server::start());
+    let other = Server::start();
+    let own = Server::start();
     let mut agent = host.start_agent_with(&variables(&other, "OTHER"));
     let trainer = |key: &str| {
         let words = variables(&own, key).into_iter().chain([("TEST_STEPS", "1")]).collect::<Vec<_>>();

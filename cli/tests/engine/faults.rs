@@ -83,7 +83,8 @@ fn a_full_arena_makes_saves_skip_drop_or_wait_as_the_policy_says() {
     save(&mut engine, 8);
     save(&mut engine, 9);
     // The agent continues once the save waits: the engine calls this only while it waits.
-    let (agent, has_waited) = (host.agent().unwrap(), Arc::new(AtomicBool::new(false)));
+    let agent = host.agent().unwrap();
+    let has_waited = Arc::new(AtomicBool::new(false));
     let waits = has_waited.clone();
     engine.interrupt_with(move || {
         if !waits.swap(true, Ordering::Relaxed) {
@@ -104,7 +105,8 @@ fn states_wait_in_the_arena_while_memory_is_at_its_cap() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let away = Away::take(&host.store_path());
-    let (mut step, mut saved) = (1, vec![1]);
+    let mut step = 1;
+    let mut saved = vec![1];
     let mut save_next = |engine: &mut Engine| {
         step += 1;
         let in_arena = save(engine, step).generation.is_some();
@@ -211,7 +213,9 @@ fn too_little_shared_memory_for_a_snapshot_fails_only_that_save() {
         engine.save(step, &tensors, &[], &Default::default()).unwrap();
         engine.wait(Until::Durable, LONG).unwrap()
     };
-    let (first, second, third) = (save(1, 1_000_000), save(2, 4_000_000), save(3, 1_000_001));
+    let first = save(1, 1_000_000);
+    let second = save(2, 4_000_000);
+    let third = save(3, 1_000_001);
     drop(engine);
     unmount(&folder);
     assert!(first.reached && third.reached && !third.failed, "{first:?} {third:?}");
@@ -313,7 +317,8 @@ fn memory_that_is_older_than_the_store_is_not_restored() {
     save(&mut other, 3);
     assert!(other.wait(Until::Durable, LONG).unwrap().reached);
     // A save on this host fails.
-    let (mut fenced, mut step) = (None, 2);
+    let mut fenced = None;
+    let mut step = 2;
     until("a save is fenced", || {
         step += 1;
         fenced = State::new(step, SMALL).save(&mut engine).err();

@@ -16,7 +16,8 @@ struct Hanging {
 
 impl Hanging {
     fn new(host: &Host) -> Self {
-        let (library, gate) = (host.stores.path().join("hang.so"), host.stores.path().join("gate"));
+        let library = host.stores.path().join("hang.so");
+        let gate = host.stores.path().join("gate");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/engine/hang.c");
         let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).args([source, "-ldl"]).status().unwrap();
         assert!(built.success());

@@ -16,7 +16,8 @@ fn save_both(first: &mut Engine, second: &mut Engine, step: u64, attempt: u8) {
 #[test]
 fn ranks_that_see_different_histories_do_not_start_together() {
     let host = Host::new();
-    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    let mut first = rank(&host, 0);
+    let mut second = rank(&host, 1);
     save_both(&mut first, &mut second, 1, 1);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
     let away = Away::take(&host.store_path());
@@ -27,7 +28,8 @@ fn ranks_that_see_different_histories_do_not_start_together() {
     away.back();
     let other = Host::new();
     let there = |rank| EngineOptions { rank, world: WORLD, store: host.options().store, ..other.options() };
-    let (mut first, mut second) = (Engine::start(there(0)).unwrap(), Engine::start(there(1)).unwrap());
+    let mut first = Engine::start(there(0)).unwrap();
+    let mut second = Engine::start(there(1)).unwrap();
     assert_eq!(first.restore(Latest).unwrap().step, 1);
     save_both(&mut first, &mut second, 2, 2);
     assert!(first.wait(Until::Durable, LONG).unwrap().reached && second.wait(Until::Durable, LONG).unwrap().reached);
@@ -41,7 +43,8 @@ fn ranks_that_see_different_histories_do_not_start_together() {
         let error = Engine::start(EngineOptions { rank: refused, world: WORLD, ..host.options() }).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     }
-    let (first, second) = (rank(&host, 0), rank(&host, 1));
+    let first = rank(&host, 0);
+    let second = rank(&host, 1);
     for engine in [&first, &second] {
         assert_eq!(engine.loadable().unwrap()[0].step, 2);
         assert!(matches!(engine.restore(2).unwrap().source, Source::Tier(..)), "step 2 of the job elsewhere");
@@ -59,7 +62,8 @@ fn ranks_agree_on_no_step_of_which_they_know_different_snapshots() {
         Engine::start(EngineOptions { rank, world: WORLD, next_tiers, ..host.options() }).unwrap()
     };
     let has_step = |step| until("the shared store has the step", || Store::open(far.to_str().unwrap()).unwrap().snapshot(step).is_ok());
-    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    let mut first = start(&host, 0);
+    let mut second = start(&host, 1);
     save_both(&mut first, &mut second, 1, 1);
     has_step(1);
     let away = Away::take(&far);
@@ -70,7 +74,8 @@ fn ranks_agree_on_no_step_of_which_they_know_different_snapshots() {
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     away.back();
     let elsewhere = Host::new();
-    let (mut first, mut second) = (start(&elsewhere, 0), start(&elsewhere, 1));
+    let mut first = start(&elsewhere, 0);
+    let mut second = start(&elsewhere, 1);
     assert_eq!(first.restore(Latest).unwrap().step, 1);
     save_both(&mut first, &mut second, 2, 2);
     has_step(2);

@@ -347,7 +347,8 @@ pub(crate) fn check_into(engine: &Engine, step: u64, source: &Source) {
 
 /// Checks every bit of a step in the store.
 pub(crate) fn check_stored(store: &Store, step: u64, bytes: usize) {
-    let (snapshot, expected) = (store.snapshot(step).unwrap(), State::new(step, bytes));
+    let snapshot = store.snapshot(step).unwrap();
+    let expected = State::new(step, bytes);
     for view in expected.tensors() {
         assert!(snapshot.read(view.name(), &Slice::all()).unwrap().data == view.data(), "step {step}: {}", view.name());
     }

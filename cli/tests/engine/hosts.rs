@@ -181,7 +181,8 @@ impl Start {
 
 /// Saves the state of a rank: its row, and a count that all ranks have.
 pub(crate) fn save_rank(engine: &mut Engine, rank: u32, step: u64, salt: u64) {
-    let (row, count) = (row(step, salt, rank), step.to_le_bytes());
+    let row = row(step, salt, rank);
+    let count = step.to_le_bytes();
     let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
     let tensors = [
         TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, &row).unwrap(),
@@ -534,7 +535,8 @@ fn receipts_without_their_signature_are_reported_in_the_status() {
     let replica = |found: &AgentStatus| found.runs[0].replicas.iter().find(|replica| replica.host == 0).cloned().unwrap();
     until("host 1 has copied step 1 of host 0", || replica(&job.hosts[1].status()).last_step == Some(1));
     let folder = |host: usize| job.hosts[host].engine_folder().join(&job.hosts[1].status().runs[0].key);
-    let (mirror, copy) = (folder(0).join("mirror/receipts"), folder(1).join("replica-0"));
+    let mirror = folder(0).join("mirror/receipts");
+    let copy = folder(1).join("replica-0");
     job.hosts[1].kill_agent();
     std::fs::remove_dir_all(&copy).unwrap();
     let mut removed = 0;
@@ -552,7 +554,8 @@ fn receipts_without_their_signature_are_reported_in_the_status() {
     let mut agent = job.hosts[1].start_agent(&[]);
     let reported = || replica(&job.hosts[1].status()).problem.unwrap_or_default();
     until("the status says what is wrong", || reported().contains("the signature of the host is missing"));
-    let (port, problem) = (job.ports[0].to_string(), reported());
+    let port = job.ports[0].to_string();
+    let problem = reported();
     assert!([port.as_str(), "step 1", "ranks 0 to 1", "0-1.json"].iter().all(|named| problem.contains(named)), "{problem}");
     assert_eq!(replica(&job.hosts[1].status()).last_step, None);
     job.hosts[1].signal_agent(Signal::KILL);

@@ -19,7 +19,8 @@ fn trainers_killed_during_saves_lose_nothing() {
     let kills = if std::env::var_os("TENSORCASK_THOROUGH").is_some() { 50 } else { QUICK_KILLS };
     let host = Host::new();
     let bytes = BYTES.to_string();
-    let (mut acknowledged, mut all) = (0u64, Vec::new());
+    let mut acknowledged = 0u64;
+    let mut all = Vec::new();
     let mut from_slots = 0;
     for kill in 0..kills {
         // Every third trainer is killed with an incomplete copy in its arena, the others at varying moments.
@@ -227,7 +228,8 @@ fn an_agent_killed_during_a_takeover_is_replaced() {
     let path = host.engine_folder().join(key).join("seen.json");
     let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
-    let (new, other) = ("00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100");
+    let new = "00112233445566778899aabbccddeeff";
+    let other = "ffeeddccbbaa99887766554433221100";
     let written = tier["writer"].clone();
     *tier = serde_json::json!({ "latest": tier["latest"], "writer": new, "taking_over": { "id": written, "from": other } });
     std::fs::write(&path, seen.to_string()).unwrap();

@@ -62,7 +62,8 @@ impl Cluster {
     }
 
     fn save(&self, engine: &mut Engine, step: u64, host: u32) {
-        let (row, count) = (row(step, host), step.to_le_bytes());
+        let row = row(step, host);
+        let count = step.to_le_bytes();
         let rect = Rect { offset: vec![u64::from(host), 0], shape: vec![1, COLUMNS] };
         let tensors = [
             TensorView::shard("model.w", Dtype::U8, &[u64::from(self.count()), COLUMNS], rect, &row).unwrap(),
@@ -99,14 +100,19 @@ fn median_and_longest(mut times: Vec<Duration>) -> String {
 #[ignore = "takes both cores of a small machine for a minute; bash .ci/thorough real-hosts"]
 fn all_hosts_of_a_large_run_commit_and_replicate() {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
-    let (count, steps) = (number("TEST_HOSTS", 64) as u32, number("TEST_STEPS", 8));
+    let count = number("TEST_HOSTS", 64) as u32;
+    let steps = number("TEST_STEPS", 8);
     let pause = Duration::from_millis(number("TEST_PAUSE_MS", 0));
     let cluster = Cluster::new(count);
     let began = Instant::now();
     let starting = Barrier::new(count as usize);
-    let (saving, waiting) = (Barrier::new(count as usize), Barrier::new(count as usize));
+    let saving = Barrier::new(count as usize);
+    let waiting = Barrier::new(count as usize);
     let times: Vec<Vec<[Duration; 3]>> = std::thread::scope(|scope| {
-        let (cluster, starting, saving, waiting) = (&cluster, &starting, &saving, &waiting);
+        let cluster = &cluster;
+        let starting = &starting;
+        let saving = &saving;
+        let waiting = &waiting;
         let train = move |host: u32| {
             let mut engine = cluster.engine(host);
             if starting.wait().is_leader() {
@@ -132,7 +138,8 @@ fn all_hosts_of_a_large_run_commit_and_replicate() {
         let training: Vec<_> = (0..count).map(|host| scope.spawn(move || train(host))).collect();
         let (engines, times): (Vec<Engine>, _) = training.into_iter().map(|host| host.join().unwrap()).unzip();
         let mut computed: Vec<f64> = cluster.hosts.iter().map(agent_seconds).collect();
-        let (first, all) = (computed[0], computed.iter().sum::<f64>());
+        let first = computed[0];
+        let all = computed.iter().sum::<f64>();
         computed.sort_by(f64::total_cmp);
         println!("{count} hosts; connections to host 0: {}", connections_to(cluster.addresses[0]));
         println!("CPU s of the agents: host 0 {first:.1}, median {:.1}, all {all:.1}", computed[computed.len() / 2]);

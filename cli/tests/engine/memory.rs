@@ -30,7 +30,8 @@ pub(crate) fn arena_is_present(engine_folder: &Path) {
 #[test]
 fn a_run_without_an_arena_finishes_with_the_next_agent() {
     let Some(folder) = mounted("20m") else { return };
-    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let host = Host::new();
+    let engine_folder = folder.path().join("e");
     let mut engine = Engine::start(EngineOptions { folder: Some(engine_folder.clone()), ..host.options() }).unwrap();
     State::new(1, SMALL).save(&mut engine).unwrap();
     let first = engine.wait(Until::Durable, LONG);
@@ -115,7 +116,8 @@ fn a_trainer_that_dies_before_its_memory_is_present_does_no_harm() {
 #[test]
 fn a_save_without_memory_for_its_slot_fails_and_a_later_one_succeeds() {
     let Some(folder) = mounted("20m") else { return };
-    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let host = Host::new();
+    let engine_folder = folder.path().join("e");
     let options = EngineOptions { folder: Some(engine_folder.clone()), ..host.options() };
     let mut engine = Engine::start(options.clone()).unwrap();
     engine.prepare(4 << 20).unwrap();
@@ -149,7 +151,8 @@ fn one_slot_is_enough_and_takes_the_least_memory() {
     }
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let status = agent_status(Some(&host.engine_folder())).unwrap();
-    let (run, rank) = (&status.runs[0], &status.runs[0].ranks[0]);
+    let run = &status.runs[0];
+    let rank = &status.runs[0].ranks[0];
     assert_eq!((rank.slots.len(), rank.arena_present_bytes), (1, rank.arena_bytes));
     assert_eq!(status.host_memory_bytes(), rank.arena_bytes + run.memory_bytes + status.private_bytes);
     assert!(status.private_bytes > 0 && status.private_bytes < status.resident_bytes);
@@ -205,7 +208,8 @@ fn another_run_has_another_arena() {
 #[test]
 fn a_file_system_without_a_limit_has_room_for_snapshots() {
     let Some(folder) = mounted("0") else { return };
-    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let host = Host::new();
+    let engine_folder = folder.path().join("e");
     let mut engine = Engine::start(EngineOptions { folder: Some(engine_folder.clone()), ..host.options() }).unwrap();
     State::new(1, SMALL).save(&mut engine).unwrap();
     let waited = engine.wait(Until::Durable, LONG);

@@ -66,7 +66,8 @@ fn a_new_agent_removes_what_interrupted_writes_left_in_memory() {
     let run = host.engine_folder().join(&host.status().runs[0].key);
     host.kill_agent();
     let casks = run.join("mirror/casks");
-    let (left, cask) = (casks.join("name#1"), files_in(&casks).pop_first().unwrap());
+    let left = casks.join("name#1");
+    let cask = files_in(&casks).pop_first().unwrap();
     std::fs::write(&left, b"part").unwrap();
     let _agent = NextAgent::start(host);
     until("the file is removed", || !left.exists());

@@ -332,7 +332,8 @@ fn steps_in_memory_outlast_a_start_that_saved_nothing() {
     for store_is_there in [true, false] {
         let (job, away) = lose_host_and_store(2);
         let start = lead_with_one_host(&job, away);
-        let (mirror, store) = (job.folder_of_run(0).join("mirror/log"), Path::new(&job.store_path).join("log"));
+        let mirror = job.folder_of_run(0).join("mirror/log");
+        let store = Path::new(&job.store_path).join("log");
         until("its host has the log in memory", || count_entries(&mirror) == count_entries(&store));
         // Otherwise, they would give up the step of host 0.
         job.hosts.iter().for_each(|host| host.signal_agent(Signal::KILL));

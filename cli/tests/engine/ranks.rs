@@ -28,7 +28,8 @@ fn rows(rank: u32) -> std::ops::Range<u64> {
 }
 
 fn save_shard(engine: &mut Engine, rank: u32, step: u64) {
-    let (all, rows) = (data(step), rows(rank));
+    let all = data(step);
+    let rows = rows(rank);
     let shard = &all[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize];
     let rect = Rect { offset: vec![rows.start, 0], shape: vec![rows.end - rows.start, ROW_BYTES] };
     let tensors = [TensorView::shard("w", Dtype::U8, &[ROWS, ROW_BYTES], rect, shard).unwrap()];
@@ -43,7 +44,8 @@ fn steps(engine: &Engine) -> Vec<u64> {
 #[test]
 fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     let host = Host::new();
-    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    let mut first = start(&host, 0);
+    let mut second = start(&host, 1);
     for step in 1..=4 {
         save_shard(&mut first, 0, step);
         save_shard(&mut second, 1, step);
@@ -57,7 +59,8 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     // Rank 1 dies before it saves step 5.
     save_shard(&mut first, 0, 5);
     drop((first, second));
-    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    let mut first = start(&host, 0);
+    let mut second = start(&host, 1);
     assert_eq!((steps(&first)[0], steps(&second)[0]), (4, 4), "rank 0 cannot load a step that rank 1 lacks");
     assert_eq!(agree(&[steps(&first), steps(&second)]).step, Some(4));
     // Agreement through the store has the same result.
@@ -68,7 +71,8 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     for (rank, engine) in [(0, &first), (1, &second)] {
         let restored = engine.restore(4).unwrap();
         assert_eq!(restored.source, Source::Slot);
-        let (tensor, rows) = (&restored.tensors[0], rows(rank));
+        let tensor = &restored.tensors[0];
+        let rows = rows(rank);
         assert_eq!(tensor.rect.offset[0], rows.start);
         assert!(*tensor.data == data(4)[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize]);
     }
@@ -86,8 +90,10 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
 #[test]
 fn replicated_tensors_are_stored_once_and_any_part_can_be_restored() {
     let host = Host::new();
-    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
-    let (all, shared) = (data(1), vec![7u8; 1000]);
+    let mut first = start(&host, 0);
+    let mut second = start(&host, 1);
+    let all = data(1);
+    let shared = vec![7u8; 1000];
     for (rank, engine) in [(0, &mut first), (1, &mut second)] {
         let rows = rows(rank);
         let shard = &all[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize];
@@ -138,7 +144,8 @@ fn replicated_tensors_are_stored_once_and_any_part_can_be_restored() {
 #[test]
 fn each_rank_hears_of_its_own_saves() {
     let host = Host::new();
-    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    let mut first = start(&host, 0);
+    let mut second = start(&host, 1);
     save_shard(&mut first, 0, 1);
     save_shard(&mut second, 1, 1);
     // Rank 0 needs two attempts, because its arena is too small for the metadata. From now on, the generations of the
@@ -187,9 +194,11 @@ fn missing_ranks_and_ranks_with_other_options_are_reported() {
 fn a_run_ends_although_some_rank_lacks_the_last_step() {
     let host = Host::new();
     let start = |rank| Engine::start(EngineOptions { rank, world: 2, ..host.options() }).unwrap();
-    let (mut first, mut second) = (start(0), start(1));
+    let mut first = start(0);
+    let mut second = start(1);
     let save = |engine: &mut Engine, rank: u64, step: u64| {
-        let (data, rect) = ([step as u8; 100], Rect { offset: vec![rank * 100], shape: vec![100] });
+        let data = [step as u8; 100];
+        let rect = Rect { offset: vec![rank * 100], shape: vec![100] };
         engine.save(step, &[TensorView::shard("w", Dtype::U8, &[200], rect, &data).unwrap()], &[], &Metadata::default()).unwrap();
     };
     for step in 1..=2 {

@@ -37,7 +37,8 @@ impl Table {
     }
 
     fn part(&self, rect: Rect) -> TensorView<'_> {
-        let (first, count) = (rect.offset[0], rect.shape[0]);
+        let first = rect.offset[0];
+        let count = rect.shape[0];
         let data = &self.bytes[(first * WIDTH) as usize..((first + count) * WIDTH) as usize];
         TensorView::shard("model.table", Dtype::U8, &[ROWS, WIDTH], rect, data).unwrap()
     }
@@ -130,7 +131,8 @@ fn rows_of_dropped_and_skipped_states_are_not_lost() {
         let mut table = Table::new();
         table.step(&mut engine, 1, &[]);
         host.signal_agent(Signal::STOP);
-        let (mut lost, mut states) = (0, Vec::new());
+        let mut lost = 0;
+        let mut states = Vec::new();
         for step in 2..=8 {
             table.change(&[step, 100 * step]);
             let outcome = table.save(&mut engine, step, &[step, 100 * step]);

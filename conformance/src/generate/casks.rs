@@ -10,8 +10,10 @@ use crate::files::hex;
 
 /// Returns chunks of a shard. Each repeats one byte: 1, 2 and so on.
 fn counted_chunks(dtype: u8, shape: &[u64]) -> Vec<Chunk> {
-    let (each, total) = (chunk_elements(dtype, shape), shape.iter().product::<u64>() as usize);
-    let (bits, unit) = (DTYPES[usize::from(dtype) - 1].1, super::dtypes::unit(dtype));
+    let each = chunk_elements(dtype, shape);
+    let total = shape.iter().product::<u64>() as usize;
+    let bits = DTYPES[usize::from(dtype) - 1].1;
+    let unit = super::dtypes::unit(dtype);
     let chunk = |(number, at): (usize, usize)| {
         let bytes = (each.min(total - at) * bits).div_ceil(8);
         Chunk::constant(&[number as u8 + 1].repeat(unit), bytes)

@@ -65,7 +65,8 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         }
         let chunk = Chunk::absolute("tc.planes", vec![("plane0", code.clone())], lenient::plane(&code, count as usize));
         let cask = Cask::new(id(0xe0), vec![Tensor::whole("w", U8, &[count], vec![chunk])]);
-        let (name, clause) = (text(row, "name")?, text(row, "clause")?);
+        let name = text(row, "name")?;
+        let clause = text(row, "clause")?;
         let input = Input::Cask(cask.bytes());
         cases.push(Sketch {
             name: format!("entropy/{}", slug(name)),
@@ -91,7 +92,8 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
 fn every_plane(entropy: &Table) -> Result<Sketch, Failure> {
     let mut tensors = Vec::new();
     for row in rows(entropy, "plane") {
-        let (symbols, code) = (bytes(row.get("symbols").ok_or("no symbols")?)?, bytes(row.get("code").ok_or("no code")?)?);
+        let symbols = bytes(row.get("symbols").ok_or("no symbols")?)?;
+        let code = bytes(row.get("code").ok_or("no code")?)?;
         if lenient::plane(&code, symbols.len()) != symbols {
             return Err(format!("`{}` decodes to other symbols", text(row, "name")?).into());
         }

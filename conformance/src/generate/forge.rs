@@ -152,7 +152,8 @@ impl Cask {
     pub(crate) fn draft(&self) -> Draft {
         let alignment = 1usize << self.alignment_exponent;
         let mut body = header(self.id);
-        let (mut codecs, mut columns) = (Vec::new(), Vec::new());
+        let mut codecs = Vec::new();
+        let mut columns = Vec::new();
         let mut parts: Vec<Part> = vec![Part { page_start: 32, ..Part::default() }];
         let mut shard_row = 0u64;
         for shard in self.tensors.iter().flat_map(|tensor| &tensor.shards) {

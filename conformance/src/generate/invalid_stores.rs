@@ -300,7 +300,8 @@ fn casks(cases: &mut Cases) -> Result<(), Failure> {
 fn chain(cases: &mut Cases) -> Result<(), Failure> {
     let mut add = |name, clause, kind, why, store| reject(cases, name, clause, kind, why, store);
     let w = |data: &[u8]| vec![Entry::whole("w", U8, &[10], "model", data)];
-    let (old, new) = (pattern(10, 1), pattern(10, 1).into_iter().map(|byte| byte ^ 0x11).collect::<Vec<u8>>());
+    let old = pattern(10, 1);
+    let new = pattern(10, 1).into_iter().map(|byte| byte ^ 0x11).collect::<Vec<u8>>();
     /// Returns a base and a delta of one tensor, after an edit of the delta's chunk.
     fn delta(old: Vec<Entry>, new: Vec<Entry>, edit: impl Fn(&mut Chunk)) -> Result<Store, Failure> {
         let mut store = Store::new()?;

@@ -83,7 +83,9 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let sketch = |(name, why, make, refused): (&str, &str, Make, bool)| {
         let store = make()?;
         let outcome = if refused { Outcome::Reject("limit") } else { Outcome::Accept(store.expected()) };
-        let (name, clause, why) = (format!("limits/{name}"), "limits 2".into(), why.into());
+        let name = format!("limits/{name}");
+        let clause = "limits 2".into();
+        let why = why.into();
         Ok(Sketch { name, clause, why, input: Input::Large(store.objects), outcome })
     };
     CASES.into_iter().map(sketch).collect()

@@ -32,7 +32,8 @@ fn bit(data: &[u8], at: usize) -> u32 {
 type Huffman = BTreeMap<(u32, u32), u8>;
 
 fn huffman_table(source: &mut Source<'_>) -> Huffman {
-    let (first, last) = (source.byte(), source.byte());
+    let first = source.byte();
+    let last = source.byte();
     let symbols: Vec<u8> = (first..=last).collect();
     let halves: Vec<u8> = source.take(symbols.len().div_ceil(2)).iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
     let mut table = Huffman::new();
@@ -55,7 +56,8 @@ fn huffman_block(source: &mut Source<'_>, table: &Huffman, count: usize) -> Vec<
         let stream = source.take(size as usize);
         let mut at = 0;
         for _ in (i * quarter).min(count)..((i + 1) * quarter).min(count) {
-            let (mut length, mut code) = (0, 0);
+            let mut length = 0;
+            let mut code = 0;
             let symbol = loop {
                 code = code << 1 | bit(stream, at);
                 (length, at) = (length + 1, at + 1);
@@ -75,7 +77,8 @@ fn runs(source: &mut Source<'_>, count: usize) -> Vec<u8> {
     let mut out = Vec::new();
     while out.len() < count {
         let symbol = source.byte();
-        let (mut length, mut shift) = (1usize, 0);
+        let mut length = 1usize;
+        let mut shift = 0;
         loop {
             let byte = source.byte();
             length += usize::from(byte & 127) << shift;
@@ -161,7 +164,8 @@ pub(crate) fn ordered(tokens: &[u8], bits: &[u8], base: &[u8], width: usize, (sh
             plane(source.take(length as usize), members).into_iter()
         })
         .collect();
-    let (half, mask) = (1u64 << (8 * width - 1), u64::MAX >> (64 - 8 * width));
+    let half = 1u64 << (8 * width - 1);
+    let mask = u64::MAX >> (64 - 8 * width);
     let mut at = 0;
     let mut out = Vec::new();
     for &unit in &units {

@@ -45,7 +45,8 @@ fn load(list: &Path) -> Result<List, Failure> {
 
 /// Returns problems of the cases: released ones that changed or are missing, and ones without a release.
 pub(super) fn complaints(list: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, Failure> {
-    let (released, found) = (load(list)?, digests(files));
+    let released = load(list)?;
+    let found = digests(files);
     let mut complaints = Vec::new();
     for (name, (version, digest)) in &released {
         match found.get(name) {

@@ -418,7 +418,8 @@ impl Store {
             self.objects.insert(format!("casks/{id}.cask"), bytes);
         }
         self.objects.insert(format!("directories/{}", hex(&Sha256::digest(&directory))), directory);
-        let (id, parent) = (self.id_of(step), manifest.parent.as_ref().map(|parent| parent.snapshot.clone()));
+        let id = self.id_of(step);
+        let parent = manifest.parent.as_ref().map(|parent| parent.snapshot.clone());
         let bytes = seal(&serde_json::to_string(&manifest)?);
         let digest = digest_of(&bytes);
         let mut event = json!({ "kind": "compacted", "snapshot": id, "parent": parent, "manifest": digest, "roles": roles });

@@ -18,10 +18,15 @@ use crate::run::peers_option::Peers;
 
 /// Reports the steps that other hosts have copied, until the agent ends.
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
-    let (run, own) = (&work.run, work.hosts.position());
-    let (mut holders, mut unfit) = (Holders::new(&peers, own), BTreeSet::new());
-    let (mut first, mut found_earlier, mut waiting_since) = (None, false, None);
-    let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
+    let run = &work.run;
+    let own = work.hosts.position();
+    let mut holders = Holders::new(&peers, own);
+    let mut unfit = BTreeSet::new();
+    let mut first = None;
+    let mut found_earlier = false;
+    let mut waiting_since = None;
+    let mut refill = Refill::new(&memory, run.spec.local_ranks());
+    let mut was_whole = false;
     let mut lateness = Lateness::default();
     loop {
         tokio::time::sleep(POLL).await;
@@ -63,7 +68,8 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             waiting_since = None;
         }
         let copies = holders.count_copies(&work).await;
-        let (mut copied, mut unknown) = (Vec::new(), 0);
+        let mut copied = Vec::new();
+        let mut unknown = 0;
         for key in awaited.iter().copied() {
             if unfit.contains(&key) || copies.get(&key).is_none_or(|found| *found < peers.replicas as usize) {
                 continue;
@@ -116,7 +122,8 @@ impl Holders {
 
     /// Number of hosts that have a copy of each step of the session.
     async fn count_copies(&mut self, work: &HostWork) -> BTreeMap<SessionStep, usize> {
-        let (run, own) = (&work.run, work.hosts.position());
+        let run = &work.run;
+        let own = work.hosts.position();
         let mut copies = BTreeMap::new();
         // Certificates may have been renewed since a failure.
         let opened = match self.others.take() {
@@ -191,8 +198,11 @@ async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memo
 
 /// Copies log entries that this host's mirror lacks from other hosts.
 async fn learn_from_others(work: &HostWork, peers: &Peers, memory: &Store) {
-    let (spec, own, placement) = (&work.run.spec, work.hosts.position(), Placement::of(peers));
-    let (holders, observed) = (placement.possible_holders(own, TOLERATED_LOSSES), placement.observed(own, TOLERATED_LOSSES));
+    let spec = &work.run.spec;
+    let own = work.hosts.position();
+    let placement = Placement::of(peers);
+    let holders = placement.possible_holders(own, TOLERATED_LOSSES);
+    let observed = placement.observed(own, TOLERATED_LOSSES);
     let asked: BTreeSet<u32> = holders.into_iter().chain(observed).chain([0]).filter(|host| *host != own).collect();
     for host in asked {
         let Some(address) = peers.addresses.get(host as usize) else { continue };
@@ -215,7 +225,8 @@ async fn refill_mirror(work: &HostWork, peers: &Peers, refill: &mut Refill) -> R
     if missing.is_empty() {
         return Ok(true);
     }
-    let (spec, own) = (&work.run.spec, work.hosts.position());
+    let spec = &work.run.spec;
+    let own = work.hosts.position();
     let tls = Tls::of_run(peers, &spec.key)?;
     let mut sources = Vec::new();
     for holder in Placement::of(peers).possible_holders(own, TOLERATED_LOSSES) {
@@ -268,7 +279,8 @@ mod tests {
 
     #[test]
     fn a_step_that_waits_for_its_copies_is_reported_once_and_until_it_has_them() {
-        let (mut lateness, begun) = (Lateness::default(), Instant::now());
+        let mut lateness = Lateness::default();
+        let begun = Instant::now();
         let at = |seconds| begun + Duration::from_secs(seconds);
         let step = |step: u64| Some(SessionStep { attempt: 0, step });
         let silent = BTreeMap::from([(3, "no connection within 5s".to_owned())]);

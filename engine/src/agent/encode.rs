@@ -25,7 +25,8 @@ use crate::run::known_tiers::KnownTiers;
 
 /// Encodes states until the agent ends.
 pub(super) async fn encode_loop(run: Arc<Run>) {
-    let (mut memory, mut rows) = (None, RowTrust::of_ranks(run.spec.local_ranks().start));
+    let mut memory = None;
+    let mut rows = RowTrust::of_ranks(run.spec.local_ranks().start);
     let mut backoff = Backoff::new();
     loop {
         match encode_all(&run, &mut memory, &mut rows).await {
@@ -88,7 +89,8 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>, rows: &mut RowTr
 
 /// Reports the contents of memory.
 async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
-    let (live, bytes) = (memory.live().await?, memory.bytes()?);
+    let live = memory.live().await?;
+    let bytes = memory.bytes()?;
     let chain_depth = match live.last() {
         Some(_) => memory.store().snapshot(Latest).await.map_or(0, |newest| newest.inspect().chain().len() as u64),
         None => 0,
@@ -112,7 +114,8 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
         let is_working = state.stopped.is_none() && state.tiers.first().is_some_and(|tier| tier.obstacle().is_none());
         (state.memory.upload_state(memory.epoch()), if is_working { Uploads::Working } else { Uploads::Failing })
     });
-    let (epoch, has_room) = (memory.epoch(), memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await?);
+    let epoch = memory.epoch();
+    let has_room = memory.make_room(run.spec.keep, run.cap, &uploaded, uploads).await?;
     if memory.epoch() != epoch {
         // The older store stays until an upload has read both.
         run.wakes.wake_uploaders();
@@ -205,7 +208,8 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, t
     let generations: Vec<u64> = taken.iter().map(TakenSlot::generation).collect();
     let saves = saves_of(&taken)?;
     let Some(first) = taken.first() else { return Ok(Turn::Idle) };
-    let (begun, step) = (Instant::now(), first.step()?);
+    let begun = Instant::now();
+    let step = first.step()?;
     let generation = first.generation();
     let span = tracing::info_span!("encode", run = run.spec.run, step, generation, encode_ms = Empty, bytes_out = Empty, kind = Empty);
     let attempt = match EncodingAttempt::begin(&run.folder, step, &generations) {
@@ -235,7 +239,8 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust, t
             span.record("encode_ms", encode_ms).record("bytes_out", saved.stored_bytes).record("kind", saved.kind.name());
             remove_former_ranks(run);
             let encoding = Encoding { encode_ms, stored_bytes: saved.stored_bytes, kind: saved.kind.name().to_owned() };
-            let (epoch, sequence) = (memory.epoch(), saved.sequence);
+            let epoch = memory.epoch();
+            let sequence = saved.sequence;
             run.set_ahead(ahead);
             run.release_and_apply(taken, Event::Encoded(EncodedSave { step, generations, epoch, sequence, encoding }))?;
             return Ok(Turn::Done);

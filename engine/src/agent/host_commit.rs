@@ -252,7 +252,8 @@ impl Committer {
     }
 
     async fn survey(&mut self) -> Result<Vec<SurveyedStep>> {
-        let (session, spec) = (self.work.hosts.session, self.work.run.spec.clone());
+        let session = self.work.hosts.session;
+        let spec = self.work.run.spec.clone();
         let leading = self.log.as_ref().and_then(|log| log.leadership().of(session));
         let after = leading.and_then(|leading| Some(SessionStep { attempt: leading.leader.attempt, step: leading.newest? }));
         let exchange = self.exchange().await?;
@@ -299,7 +300,8 @@ impl Committer {
     }
 
     async fn open(&mut self, leader: Leader) -> Result<()> {
-        let (id, run) = (Id::random()?, self.work.run.clone());
+        let id = Id::random()?;
+        let run = self.work.run.clone();
         // Noted first: a later agent of this host then knows that the leader was this host.
         if !HostNotes::update_current(&run.folder, self.work.hosts.session, |notes| notes.led_as = Some(id))? {
             return Err(Error::invalid("the job has started again on this host, with another session"));

@@ -154,7 +154,8 @@ impl HostEncoder {
     }
 
     fn report_memory(&self) -> Result<()> {
-        let (run, steps) = (&self.work.run, self.steps.iter().map(|key| key.step).collect());
+        let run = &self.work.run;
+        let steps = self.steps.iter().map(|key| key.step).collect();
         run.apply(RunEvent::MemoryChanged(MemoryContents { epoch: 0, steps, bytes: mirror_bytes(&run.folder)?, chain_depth: 0 }));
         Ok(())
     }
@@ -325,7 +326,8 @@ impl HostEncoder {
             Err(error) => Err(error),
         };
         attempt.end();
-        let (pruned, mut will_have_room) = (self.pruned, false);
+        let pruned = self.pruned;
+        let mut will_have_room = false;
         if saved.as_ref().is_err_and(is_full) {
             // Also removes what this save has written so far, which would take room from the next attempt.
             self.prune_up_to(work.decided().unwrap_or(FIRST_STEP)).await?;
@@ -386,7 +388,8 @@ enum Log {
 }
 
 async fn open_writer(work: &HostWork, store: &Store, memory: &Store, log: Log) -> Result<HostWriter> {
-    let (spec, session) = (&work.run.spec, work.hosts.session);
+    let spec = &work.run.spec;
+    let session = work.hosts.session;
     let (ranks, options): (Vec<u32>, _) = (spec.local_ranks().collect(), spec.writer_options()?);
     let mut writer = match log {
         Log::OfStore => HostWriter::open_with_mirror(store, memory, session, &ranks, spec.world, options).await?,
@@ -460,7 +463,8 @@ async fn save(
         blobs: state.blobs(),
         metadata: with_metadata(rank, state),
     });
-    let (mut parts, mut left_out) = (parts.collect::<Vec<_>>(), LeftOut::new());
+    let mut parts = parts.collect::<Vec<_>>();
+    let mut left_out = LeftOut::new();
     let receipts = match writer.save(at, parent, &parts).await {
         Ok(receipts) => receipts,
         Err(error) => {

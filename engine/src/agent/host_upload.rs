@@ -93,7 +93,8 @@ impl Uploader {
     /// Uploads a step, however long that takes, unless the log can no longer admit it.
     async fn upload(&self, step: WaitingStep) {
         let WaitingStep { key, sequence, generations } = step;
-        let (work, begun_ms) = (&self.work, now_ms());
+        let work = &self.work;
+        let begun_ms = now_ms();
         if sequence == 0 && !work.has_passed(key) {
             work.apply(Event::Copied(key));
         }
@@ -130,7 +131,8 @@ impl Uploader {
 
     /// Notes in the store that the ranks of this host save no more, unless one has attached again since.
     async fn end(&self) {
-        let (work, mut backoff) = (&self.work, Backoff::new());
+        let work = &self.work;
+        let mut backoff = Backoff::new();
         let ranks = work.hosts.rank_range();
         while work.run.read(|state, _| owes_end(state)) {
             match SessionExchange::end_ranks(&self.store, work.hosts.session, ranks).await {

@@ -31,7 +31,8 @@ type ByRun = Family<[(&'static str, String); 1], Histogram, fn() -> Histogram>;
 
 impl Default for SaveHistograms {
     fn default() -> Self {
-        let (seconds, bytes) = (|| Family::new_with_constructor(seconds as fn() -> _), || Family::new_with_constructor(bytes as fn() -> _));
+        let seconds = || Family::new_with_constructor(seconds as fn() -> _);
+        let bytes = || Family::new_with_constructor(bytes as fn() -> _);
         Self {
             stall: seconds(),
             copy: seconds(),

@@ -24,7 +24,8 @@ pub struct AgentOptions {
 
 impl Default for AgentOptions {
     fn default() -> Self {
-        let (abandon_after, drain) = (Duration::from_secs(24 * 3600), Duration::from_secs(300));
+        let abandon_after = Duration::from_secs(24 * 3600);
+        let drain = Duration::from_secs(300);
         Self { folder: None, idle_exit: None, abandon_after, drain, nice: 5, detach: false }
     }
 }

@@ -114,7 +114,8 @@ async fn serve_loop(context: Arc<Context>) {
     let mut backoff = Backoff::new();
     loop {
         let bound = async {
-            let (root, tls) = (run.folder.root().to_owned(), context.tls()?);
+            let root = run.folder.root().to_owned();
+            let tls = context.tls()?;
             let hosts = context.peers.addresses.len();
             PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, run.bandwidth.clone(), hosts).await
         };
@@ -135,7 +136,8 @@ async fn serve_loop(context: Arc<Context>) {
 /// Observes a host, and copies its mirror while this host is a holder, until the agent ends.
 async fn observe_loop(context: Arc<Context>, host: u32) {
     let run = &context.run;
-    let (mut copied, mut backoff) = (None, Backoff::new());
+    let mut copied = None;
+    let mut backoff = Backoff::new();
     let mut pace = Pace { changes: run.changes(), active: Instant::now() };
     loop {
         let observed = waiting_noted(run, host, observe(&context, host, &mut copied)).await;
@@ -234,7 +236,8 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
         None => {
             let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
             let memory = open_replica(&run.folder, host)?;
-            let (session, ranks) = (context.hosts.session, context.ranks(host));
+            let session = context.hosts.session;
+            let ranks = context.ranks(host);
             let mut replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
             replica.require_proof(receipt_proof(run)?);
             copied.insert(Copied { peer, replica, released: None, told: None })

@@ -70,7 +70,8 @@ impl MemoryState {
     pub(super) fn upload_state(&self, epoch: u64) -> UploadState {
         // Only an upload that has read this store has copied all of the older ones.
         let upload = self.last_upload.as_ref().filter(|upload| upload.sources.last() == Some(&epoch));
-        let (uploaded, has_older) = (upload.map_or(0, |upload| upload.sequence), upload.is_some());
+        let uploaded = upload.map_or(0, |upload| upload.sequence);
+        let has_older = upload.is_some();
         UploadState { uploaded, has_older, unusable: self.unusable.clone() }
     }
 

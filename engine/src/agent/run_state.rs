@@ -425,7 +425,9 @@ impl RunState {
     /// The first tier has everything that memory had before the upload.
     fn on_durable(&mut self, upload: &Upload) -> Vec<Action> {
         let mut actions = fail_removed(self, &upload.sources);
-        let (sources, sequence, times) = (upload.sources.clone(), upload.sequence, upload.times);
+        let sources = upload.sources.clone();
+        let sequence = upload.sequence;
+        let times = upload.times;
         self.memory.last_upload = Some(MemoryUpload { sources, sequence, times });
         for (rank, encoded) in &upload.encoded {
             let state = self.ranks.entry(*rank).or_default();
@@ -557,7 +559,8 @@ fn fail_removed(run: &mut RunState, sources: &BTreeSet<u64>) -> Vec<Action> {
 
 /// Fails the saves of snapshots that memory no longer has.
 pub(super) fn fail_missing(run: &mut RunState, missing: VecDeque<CommittedSnapshot>) -> Vec<Action> {
-    let (first, why) = (run.local_ranks.start, "its snapshot was removed from memory before it reached the store");
+    let first = run.local_ranks.start;
+    let why = "its snapshot was removed from memory before it reached the store";
     missing.into_iter().map(|known| run.fail(&known.by_rank(first), known.step, why)).collect()
 }
 

@@ -124,7 +124,8 @@ mod tests {
     /// One of two ranks, with its steps in the order of their saves, and whether each step waits (otherwise it is
     /// encoded). A step that is not later than the previous one begins another attempt.
     fn rank(steps: &[(u64, bool)]) -> RankStates {
-        let (mut attempt, mut last) = (0, 0);
+        let mut attempt = 0;
+        let mut last = 0;
         let mut kept: Vec<SlotHeader> = (1..).zip(steps).map(|(at, &(step, waits))| kept(SESSION, step, at, waits, 2)).collect();
         for kept in &mut kept {
             attempt += u64::from(kept.step <= last);
@@ -167,7 +168,8 @@ mod tests {
         assert_eq!(next_of(&[both.clone(), behind(both.clone())]), Selection::Drop(vec![StateOfRank { rank: 0, key: name(0, 100) }]));
         assert_eq!(next_of(&[behind(both.clone()), behind(both.clone())]), Selection::Encode(name(1, 90)));
         // States from before and after a rollback are never joined.
-        let (before, again) = (rank(&[(100, true)]), rank(&[(100, false), (90, false), (100, true)]));
+        let before = rank(&[(100, true)]);
+        let again = rank(&[(100, false), (90, false), (100, true)]);
         assert_eq!(next_of(&[again.clone(), before.clone()]), Selection::Drop(vec![StateOfRank { rank: 1, key: name(0, 100) }]));
         let late = rank(&[(100, true), (90, false), (100, true)]);
         assert_eq!(next_of(&[again, late]), Selection::Drop(vec![StateOfRank { rank: 1, key: name(0, 100) }]));
@@ -219,7 +221,8 @@ mod tests {
                 (x >> 33) % n
             };
             let mut held = vec![RankStates::default(); 3];
-            let (mut generation, mut encoded) = (0, Vec::new());
+            let mut generation = 0;
+            let mut encoded = Vec::new();
             for session in 1..=2 {
                 let mut todo: Vec<Vec<u64>> = (0..3).map(|_| (1..=10).filter(|_| random(4) > 0).chain([11]).collect()).collect();
                 // The first session may be killed anywhere.

@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn a_request_without_an_answer_is_named_until_something_happens() {
-        let (begun, since) = (Instant::now(), UNIX_EPOCH + Duration::from_secs(100));
+        let begun = Instant::now();
+        let since = UNIX_EPOCH + Duration::from_secs(100);
         let at = |seconds| begun + Duration::from_secs(seconds);
         let request = |object: &str| PendingRequest { operation: "read", object: object.to_owned(), since };
         let traffic = |requests, object: Option<&str>| Traffic { requests, oldest: object.map(request), ..Traffic::default() };

@@ -52,7 +52,8 @@ pub(super) fn is_new_writer(known: &KnownTier) -> bool {
 
 /// Opens a copier that writes to a tier; takes the tier over if necessary.
 pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, source: &Store, destination: &Store) -> Result<Copier> {
-    let (url, options) = (destination.url(), CopyOptions::default());
+    let url = destination.url();
+    let options = CopyOptions::default();
     let known = KnownTiers::read(&run.folder)?.tier(url);
     // The same writer id as before, because the store may be another copy of the previous one.
     let same = known.taking_over.map(|takeover| takeover.id).or(known.writer.filter(|_| !orders.take_over));
@@ -130,7 +131,8 @@ async fn forget_abandoned(run: &Run, source: &Store, destination: &Store, latest
     if records.iter().any(|record| record.id == latest.id) {
         return Ok(());
     }
-    let (stored, newest) = (snapshot_ids(destination).await?, saved_at(destination, latest, QUERY_TIMEOUT).await);
+    let stored = snapshot_ids(destination).await?;
+    let newest = saved_at(destination, latest, QUERY_TIMEOUT).await;
     let mut abandoned = Vec::new();
     for record in records.iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id)) {
         if saved_at(source, record, QUERY_TIMEOUT).await > newest {

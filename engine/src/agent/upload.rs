@@ -88,9 +88,12 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
         Some(open) => open,
         None => copier.insert(open_copier(run, tier, orders, &newest.store, destination).await?),
     };
-    let (pending_before, begun) = (run.read(|state, _| state.tiers.get(tier).map_or(0, |tier| tier.pending)), Instant::now());
+    let pending_before = run.read(|state, _| state.tiers.get(tier).map_or(0, |tier| tier.pending));
+    let begun = Instant::now();
     let ahead = if tier == 0 { run.take_ahead() } else { None };
-    let (mut copied, mut ahead_bytes, mut records) = (0, 0, Vec::new());
+    let mut copied = 0;
+    let mut ahead_bytes = 0;
+    let mut records = Vec::new();
     for source in &sources {
         let copy = async {
             records = source.store.history().records().await?;
@@ -167,7 +170,8 @@ async fn retain(run: &Run, tier: &Store, retainer: &mut Retainer) {
 /// Reports the contents of memory that the trainer itself encodes.
 fn note_inline_memory(run: &Run, epoch: u64, records: &[SnapshotRecord]) -> Result<()> {
     let live = records.iter().filter(|record| record.status == SnapshotStatus::Live);
-    let (steps, bytes) = (live.map(|record| record.step).collect(), memory_bytes(&run.folder)?);
+    let steps = live.map(|record| record.step).collect();
+    let bytes = memory_bytes(&run.folder)?;
     run.apply(Event::MemoryChanged(MemoryContents { epoch, steps, bytes, chain_depth: 0 }));
     Ok(())
 }

@@ -31,7 +31,8 @@ impl Deferred {
     /// Describes the part `rect` of a tensor of this shape. Its role and parameter follow from the name
     /// ([`infer_role`](tensorcask::infer_role)).
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], rect: Rect) -> Result<Self> {
-        let (name, shape) = (name.into(), shape.to_vec());
+        let name = name.into();
+        let shape = shape.to_vec();
         let bytes = rect.element_count().and_then(|count| dtype.byte_count(count)).and_then(|bytes| usize::try_from(bytes).ok());
         match bytes.filter(|_| rect.fits(&shape)) {
             Some(bytes) => Ok(Self { name, dtype, shape, rect, bytes, same_as: None, changed_rows: None, has_row_hashes: false }),
@@ -160,7 +161,8 @@ impl<'a> CopyPlan<'a> {
             };
             pieces.push(piece);
             let RoleAndParam { role, param, .. } = infer_role(name);
-            let (offset, extent) = (rect.offset.clone(), rect.shape.clone());
+            let offset = rect.offset.clone();
+            let extent = rect.shape.clone();
             let (name, dtype, shape) = (name.clone(), dtype.name().to_owned(), shape.clone());
             self.image.tensors.push(ImageTensor { name, dtype, shape, offset, extent, role, param, piece, rows: None });
         }
@@ -195,7 +197,8 @@ impl<'a> CopyPlan<'a> {
     }
 
     fn add_piece(&mut self, bytes: usize, source: Option<&'a [u8]>) -> Result<usize> {
-        let (number, at) = (self.sources.len(), self.data_bytes);
+        let number = self.sources.len();
+        let at = self.data_bytes;
         let end = at.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(CACHE_LINE_BYTES));
         self.data_bytes = end.ok_or_else(|| Error::limit("the state has more bytes than this machine can address"))?;
         self.copied_bytes += bytes as u64;
@@ -303,7 +306,8 @@ mod tests {
 
     #[test]
     fn a_slot_has_room_for_rows_that_later_saves_name() {
-        let (count, data) = (8_000_000, vec![0; 8_000_000]);
+        let count = 8_000_000;
+        let data = vec![0; 8_000_000];
         let view = TensorView::new("table", Dtype::U8, &[count / 2, 2], &data).unwrap();
         let metadata = Metadata::default();
         let tensors = [view.clone()];

@@ -185,7 +185,8 @@ impl Arena {
     pub(crate) fn read(&self, slot: usize) -> Result<StoredState<'_>> {
         let load = |name| self.file.field(slot, name).map(|word| word.load(Ordering::Relaxed));
         let number = |name| Ok(usize::try_from(load(name)?).unwrap_or(usize::MAX));
-        let (at, bytes) = (number(field::DESCRIPTION_AT)?, number(field::DESCRIPTION_BYTES)?);
+        let at = number(field::DESCRIPTION_AT)?;
+        let bytes = number(field::DESCRIPTION_BYTES)?;
         let wrong = |message: String| Error::corrupt(message).object(self.file.name());
         if at.checked_add(bytes).is_none_or(|end| end > self.file.slot_bytes()) {
             return Err(wrong(format!("the description of slot {slot} lies outside of the slot")));

@@ -17,7 +17,8 @@ impl Population {
     /// Starts the thread. It goes through the slots in order, as the first saves do.
     pub(crate) fn start(arena: &Arc<Arena>) -> std::io::Result<Self> {
         let is_stopped = Arc::new(AtomicBool::new(false));
-        let (arena, stop) = (arena.clone(), is_stopped.clone());
+        let arena = arena.clone();
+        let stop = is_stopped.clone();
         let thread = std::thread::Builder::new().name("tensorcask-memory".to_owned());
         let thread = thread.spawn(move || populate(&arena, &stop))?;
         Ok(Self { is_stopped, thread: Some(thread) })

@@ -244,7 +244,8 @@ mod tests {
             match self.trainer {
                 Trainer::Idle if self.saves < SAVES => {
                     if let Some(slot) = choose_slot(&self.words, claimable) {
-                        let (seen, generation) = (self.words[slot], next_generation(&self.words));
+                        let seen = self.words[slot];
+                        let generation = next_generation(&self.words);
                         go(&|m| m.trainer = Trainer::Chosen { slot, seen, generation });
                     }
                 }

@@ -104,8 +104,11 @@ impl FilledSlot {
 
     /// Publishes the state as the part of one of `world` ranks; returns its generation.
     pub(crate) fn publish(mut self, step: u64, world: u32) -> Result<u64> {
-        let (arena, slot, at) = (&*self.claimed.arena, self.claimed.slot, self.copied.data_bytes);
-        let (memory, start) = (arena.file().memory(), arena.file().start(slot));
+        let arena = &*self.claimed.arena;
+        let slot = self.claimed.slot;
+        let at = self.copied.data_bytes;
+        let memory = arena.file().memory();
+        let start = arena.file().start(slot);
         self.copied.complete(|at, bytes| memory.bytes(start + at, bytes))?;
         let description = &self.copied.description;
         if !arena.file().fits(at.saturating_add(description.len())) {

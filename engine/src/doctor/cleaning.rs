@@ -118,7 +118,8 @@ fn is_trained(run: &RunFolder) -> Result<bool> {
 /// Bytes that the files of a folder take, and the time of the last change.
 fn usage(folder: &Path) -> Result<(u64, Option<SystemTime>)> {
     use std::os::unix::fs::MetadataExt;
-    let (mut bytes, mut changed) = (0u64, None);
+    let mut bytes = 0u64;
+    let mut changed = None;
     let mut folders = vec![folder.to_owned()];
     while let Some(next) = folders.pop() {
         let fail = |e: std::io::Error| Error::io(next.display().to_string(), e);

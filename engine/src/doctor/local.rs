@@ -61,8 +61,10 @@ struct SharedMemory {
 
 impl SharedMemory {
     fn of(path: &Path) -> Option<Self> {
-        let (sizes, kind) = (rustix::fs::statvfs(path).ok()?, rustix::fs::statfs(path).ok()?);
-        let (bytes, free) = (sizes.f_blocks.saturating_mul(sizes.f_frsize), sizes.f_bavail.saturating_mul(sizes.f_frsize));
+        let sizes = rustix::fs::statvfs(path).ok()?;
+        let kind = rustix::fs::statfs(path).ok()?;
+        let bytes = sizes.f_blocks.saturating_mul(sizes.f_frsize);
+        let free = sizes.f_bavail.saturating_mul(sizes.f_frsize);
         // Types of the kernel: tmpfs, ramfs, hugetlbfs.
         let is_memory = [0x0102_1994_u64, 0x8584_58f6, 0x9584_58f6].contains(&(kind.f_type as u64 & 0xffff_ffff));
         Some(Self { path: path.to_owned(), is_memory, bytes, free })

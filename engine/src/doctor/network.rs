@@ -80,7 +80,8 @@ fn check_certificates(peers: &DoctorPeers) -> (Option<Arc<Tls>>, Vec<Check>) {
 
 /// Serves other hosts in the place of an agent, if none does.
 async fn listen(peers: &DoctorPeers, options: &DoctorOptions, tls: Option<Arc<Tls>>) -> (Option<tokio::task::JoinHandle<()>>, Check) {
-    let (listen, key) = (peers.peers.listen, peers.key());
+    let listen = peers.peers.listen;
+    let key = peers.key();
     let root = match EngineFolder::open(options.folder.as_deref()) {
         Ok(folder) => folder.run(&key).root().to_owned(),
         Err(error) => return (None, Check::failed("port", error.to_string(), "see the folder")),
@@ -108,7 +109,8 @@ async fn listen(peers: &DoctorPeers, options: &DoctorOptions, tls: Option<Arc<Tl
 
 /// Waits until a peer answers, and compares clock and version.
 async fn check_peer(host: u32, address: &str, peers: &DoctorPeers, tls: Option<Arc<Tls>>, until: Instant) -> Check {
-    let (subject, key) = (format!("peer {host}"), peers.key());
+    let subject = format!("peer {host}");
+    let key = peers.key();
     let facts = loop {
         match probe_peer(address, &key, tls.clone(), ResponseLimits::default()).await {
             Ok(facts) => break facts,

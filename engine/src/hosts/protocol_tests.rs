@@ -25,7 +25,8 @@ fn key(step: u64) -> SessionStep {
 
 /// A log of openings and steps, from entry 1.
 fn view(entries: &[(Id, Result<u64, Option<Leader>>)]) -> LogView {
-    let (mut leadership, mut steps) = (Leadership::default(), Vec::new());
+    let mut leadership = Leadership::default();
+    let mut steps = Vec::new();
     for (sequence, (writer, change)) in (1..).zip(entries) {
         match change {
             Ok(step) => {

@@ -220,7 +220,8 @@ impl Cluster {
 
     /// The trainers of a host are gone. Its agent ends, unless it hears nothing of the new start.
     fn leave_old_session(&mut self, host: usize) {
-        let (now_ms, stays) = (self.now_ms, self.random.one_in(3));
+        let now_ms = self.now_ms;
+        let stays = self.random.one_in(3);
         let Some(found) = self.hosts.get_mut(host).filter(|found| found.trains) else { return };
         found.trains = false;
         if found.cut_off_until <= now_ms && !stays {
@@ -345,7 +346,9 @@ impl Cluster {
             return;
         }
         found.start_agent(now_ms);
-        let (incarnation, copies, known) = (found.incarnation, found.copies.clone(), found.known);
+        let incarnation = found.incarnation;
+        let copies = found.copies.clone();
+        let known = found.known;
         // An opening that the earlier agent did not finish is tried again.
         self.apply(host, Event::Rejoin);
         self.apply(host, Event::Begin { known });
@@ -371,7 +374,8 @@ impl Cluster {
         self.requests += 1;
         let found = &mut self.hosts[host];
         found.tasks.insert(task, state);
-        let (incarnation, is_slow) = (found.incarnation, found.slow_until > self.now_ms);
+        let incarnation = found.incarnation;
+        let is_slow = found.slow_until > self.now_ms;
         let delay = (2 + self.random.below(60)) * if is_slow { 15 } else { 1 };
         let is_answered = !self.random.one_in(60);
         if self.random.one_in(60) {

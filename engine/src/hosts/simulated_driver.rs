@@ -19,7 +19,8 @@ impl Cluster {
     }
 
     fn perform(&mut self, host: usize, action: Action) {
-        let (session, from) = (self.hosts[host].session, self.hosts[host].read + 1);
+        let session = self.hosts[host].session;
+        let from = self.hosts[host].read + 1;
         match action {
             Action::FixParent(key) => self.new_task(host, Task::FixParent(key), Query::ReadLog { from }),
             Action::Upload { key, .. } if self.random.one_in(12 * u64::from(self.setup.hosts)) => {
@@ -177,7 +178,8 @@ impl Cluster {
             }
             if stored.is_none() {
                 // Not written yet, as far as this host can see: the same bytes under the same number.
-                let (number, entry) = (*number, entry.clone());
+                let number = *number;
+                let entry = entry.clone();
                 self.send(host, task, Task::Append(append), Query::PutEntry { number, entry });
                 return;
             }

@@ -116,7 +116,8 @@ mod tests {
 
     #[test]
     fn messages_round_trip() {
-        let (durable, replicated) = (true, false);
+        let durable = true;
+        let replicated = false;
         let request = Request::Wait { key: "k".into(), rank: 1, generation: 7, durable, replicated, timeout_ms: 10, is_last: false };
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();

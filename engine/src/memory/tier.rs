@@ -191,7 +191,8 @@ impl MemoryTier {
     ) -> Result<EncodedSnapshot> {
         self.has_new_run_id = false;
         let parent = self.writer.next_parent(step).await?;
-        let (mut receipts, mut left_out) = (Vec::with_capacity(states.len()), LeftOut::new());
+        let mut receipts = Vec::with_capacity(states.len());
+        let mut left_out = LeftOut::new();
         let parts = without_replicas(0, tensors)?;
         // Random states and counters of a rank are integers.
         let with_floats = parts.iter().filter(|tensors| tensors.iter().any(|tensor| tensor.dtype().is_float())).count();

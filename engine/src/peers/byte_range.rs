@@ -16,7 +16,8 @@ pub(super) enum Asked {
 pub(super) fn parse_range(header: Option<&str>) -> Option<Asked> {
     let Some(header) = header else { return Some(Asked::Whole) };
     let (first, last) = header.strip_prefix("bytes=")?.split_once('-')?;
-    let (first, last) = (parse_number(first)?, parse_number(last)?);
+    let first = parse_number(first)?;
+    let last = parse_number(last)?;
     let end = last.checked_add(1)?;
     (first < end).then_some(Asked::Part(first..end))
 }
@@ -44,7 +45,9 @@ impl Sent {
     pub(super) fn parse(header: &str) -> Option<Self> {
         let (range, size) = header.strip_prefix("bytes ")?.split_once('/')?;
         let (first, last) = range.split_once('-')?;
-        let (first, last, object_bytes) = (parse_number(first)?, parse_number(last)?, parse_number(size)?);
+        let first = parse_number(first)?;
+        let last = parse_number(last)?;
+        let object_bytes = parse_number(size)?;
         let end = last.checked_add(1)?;
         (first < end && end <= object_bytes).then_some(Self { range: first..end, object_bytes })
     }

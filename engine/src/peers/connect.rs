@@ -54,7 +54,8 @@ impl tower_service::Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let (timeout, connector) = (self.timeout, self.clone());
+        let timeout = self.timeout;
+        let connector = self.clone();
         Box::pin(async move {
             let connected = tokio::time::timeout(timeout, connector.connect(uri)).await;
             connected.unwrap_or_else(|_| Err(Error::new(ErrorKind::TimedOut, format!("no connection within {timeout:?}"))))

@@ -47,7 +47,9 @@ impl ConnectionWaits {
         let longest = now.saturating_duration_since(*waiting.since.values().next()?);
         (longest >= LONG_WAIT).then(|| {
             let since = SystemTime::now().checked_sub(longest).unwrap_or(SystemTime::UNIX_EPOCH);
-            let (count, places, since) = (waiting.since.len(), self.places, httpdate::fmt_http_date(since));
+            let count = waiting.since.len();
+            let places = self.places;
+            let since = httpdate::fmt_http_date(since);
             format!("{count} connections of other hosts wait for one of {places} places, the first since {since}")
         })
     }
@@ -100,9 +102,11 @@ mod tests {
 
     #[test]
     fn connections_that_wait_for_long_are_counted_until_they_have_a_place() {
-        let (waits, begun) = (ConnectionWaits::new(72), Instant::now());
+        let waits = ConnectionWaits::new(72);
+        let begun = Instant::now();
         let at = |seconds| begun + Duration::from_secs(seconds);
-        let (first, second) = (waits.begin(at(0)), waits.begin(at(4)));
+        let first = waits.begin(at(0));
+        let second = waits.begin(at(4));
         assert_eq!(waits.problem(at(4)), None);
         let problem = waits.problem(at(5)).unwrap();
         assert!(problem.contains("2 connections") && problem.contains("72 places") && problem.contains("since "), "{problem}");

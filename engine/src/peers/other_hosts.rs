@@ -36,7 +36,8 @@ impl OtherHosts {
         let own = hosts.position();
         let placement = Placement::of(peers);
         let tls = Tls::of_run(peers, &spec.key)?;
-        let (mut others, mut patient) = (Vec::new(), Vec::new());
+        let mut others = Vec::new();
+        let mut patient = Vec::new();
         for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
             others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
             patient.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::patient())?));

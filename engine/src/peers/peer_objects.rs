@@ -113,7 +113,8 @@ impl ObjectStore for PeerObjects {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, ObjectResult<ObjectMeta>> {
-        let (asked, place) = (prefix.cloned(), self.place.clone());
+        let asked = prefix.cloned();
+        let place = self.place.clone();
         let check = move |meta: ObjectMeta| futures::future::ready(place.check(asked.as_ref(), &meta.location).map(|()| meta));
         self.inner.list(prefix).and_then(check).boxed()
     }

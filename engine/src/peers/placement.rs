@@ -103,12 +103,14 @@ impl Placement {
     /// All other hosts in the order of preference: by jumps around the ring, then, if these return to the host, from the next
     /// host on.
     fn ring(&self, host: u32) -> impl Iterator<Item = u32> {
-        let (hosts, jump) = (u64::from(self.hosts.max(1)), u64::from(self.jump.max(1)));
+        let hosts = u64::from(self.hosts.max(1));
+        let jump = u64::from(self.jump.max(1));
         let cycle = hosts / greatest_common_divisor(hosts, jump);
         let start = u64::from(host);
         (0..hosts).filter_map(move |step| {
             // Each cycle of jumps visits `cycle` hosts; the next one begins one host further.
-            let (round, jumps) = (step / cycle, step % cycle);
+            let round = step / cycle;
+            let jumps = step % cycle;
             let candidate = (start + round + jumps * jump) % hosts;
             u32::try_from(candidate).ok().filter(|candidate| u64::from(*candidate) != start)
         })
@@ -116,7 +118,8 @@ impl Placement {
 }
 
 fn greatest_common_divisor(a: u64, b: u64) -> u64 {
-    let (mut a, mut b) = (a, b);
+    let mut a = a;
+    let mut b = b;
     while let Some(rest) = a.checked_rem(b) {
         (a, b) = (b, rest);
     }
@@ -208,7 +211,8 @@ mod tests {
         /// A loss moves only the copies that the lost host had.
         #[test]
         fn a_loss_moves_no_other_copy(hosts in 3u32..40, jump in 1u32..8, lost in 0u32..40) {
-            let (placement, lost) = (Placement { hosts, replicas: 1, jump }, lost % hosts);
+            let placement = Placement { hosts, replicas: 1, jump };
+            let lost = lost % hosts;
             for host in 0..hosts {
                 let before = placement.holders(host, &BTreeSet::new());
                 if !before.contains(&lost) {

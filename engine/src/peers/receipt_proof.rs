@@ -90,7 +90,9 @@ impl CheckedPlace {
     async fn receipts(&self, location: &Path, ranks: RankRange, options: GetOptions) -> ObjectResult<GetResult> {
         let found = self.inner.get_opts(location, GetOptions { range: None, ..options }).await?;
         self.limit(location, found.meta.size, Limits::default().max_manifest_bytes)?;
-        let (meta, attributes, extensions) = (found.meta.clone(), found.attributes.clone(), found.extensions.clone());
+        let meta = found.meta.clone();
+        let attributes = found.attributes.clone();
+        let extensions = found.extensions.clone();
         let bytes = found.bytes().await?;
         let proof = match self.inner.get(&Path::from(receipt_proof_path(location.as_ref(), &bytes))).await {
             Ok(proof) => {

@@ -135,7 +135,8 @@ mod tests {
 
     #[test]
     fn lag_and_silence_are_counted() {
-        let (mut board, begin) = (ReplicaBoard::default(), Instant::now());
+        let mut board = ReplicaBoard::default();
+        let begin = Instant::now();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);
         board.observe(1, "a:1", at(0));
         board.observe(2, "b:1", at(0));
@@ -157,7 +158,8 @@ mod tests {
 
     #[test]
     fn a_request_that_waits_for_long_is_a_problem_of_its_host() {
-        let (mut board, begin) = (ReplicaBoard::default(), Instant::now());
+        let mut board = ReplicaBoard::default();
+        let begin = Instant::now();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);
         board.observe(1, "a:1", at(0));
         assert_eq!(board.on_wait(1, at(9)), None);

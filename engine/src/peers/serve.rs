@@ -107,7 +107,8 @@ impl PeerServer {
     /// Serves peers until the future is dropped.
     pub(crate) async fn serve(self) {
         let Limits { connections, handshakes } = self.limits;
-        let (free, handshakes) = (Arc::new(Semaphore::new(connections)), Handshakes::new(handshakes));
+        let free = Arc::new(Semaphore::new(connections));
+        let handshakes = Handshakes::new(handshakes);
         let mut connections = JoinSet::new();
         loop {
             while connections.try_join_next().is_some() {}
@@ -119,7 +120,10 @@ impl PeerServer {
                     continue;
                 }
             };
-            let (served, tls, free, waits) = (self.served.clone(), self.tls.clone(), free.clone(), self.waits.clone());
+            let served = self.served.clone();
+            let tls = self.tls.clone();
+            let free = free.clone();
+            let waits = self.waits.clone();
             handshakes.begin(peer.ip(), |place| {
                 connections.spawn(async move {
                     let _ = stream.set_nodelay(true);
@@ -197,7 +201,8 @@ async fn discard(stream: &mut TcpStream) {
 async fn serve_connection(stream: Box<dyn Connection>, served: Arc<Served>) {
     let progress = Arc::new(AtomicU64::new(0));
     let service = service_fn(|request| {
-        let (served, progress) = (served.clone(), progress.clone());
+        let served = served.clone();
+        let progress = progress.clone();
         async move {
             progress.fetch_add(1, Ordering::Relaxed);
             let mut response = match Spoken::read(request.headers()) {
@@ -272,7 +277,8 @@ async fn answer(request: Request<Incoming>, served: Arc<Served>, progress: Arc<A
                 Some(b"infinity") if resource.is_in_store() => Depth::All,
                 _ => return refuse(StatusCode::FORBIDDEN),
             };
-            let (root, key) = (served.root.clone(), served.key.clone());
+            let root = served.root.clone();
+            let key = served.key.clone();
             match blocking(move || list(&root, &resource, depth, MOST_LISTED).map(|entries| multistatus(&key, resource, entries))).await {
                 Ok(document) => {
                     served.bandwidth.wait_for(document.len() as u64).await;
@@ -322,7 +328,8 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> rustix::io::Result<T
 /// Streams a range of a file. If the file became shorter, the body ends with an error, and the connection with it.
 fn file_body(file: std::fs::File, range: std::ops::Range<u64>, served: Arc<Served>, progress: Arc<AtomicU64>) -> ResponseBody {
     let frames: BoxStream<'static, std::io::Result<Frame<Bytes>>> = futures::stream::try_unfold((file, range), move |(file, range)| {
-        let (served, progress) = (served.clone(), progress.clone());
+        let served = served.clone();
+        let progress = progress.clone();
         async move {
             let bytes = range.end.saturating_sub(range.start).min(PIECE_BYTES);
             if bytes == 0 {

@@ -111,7 +111,8 @@ impl Tls {
 
     /// Whether the certificate of this host names this host.
     pub(crate) fn names_host(&self, host: u32) -> bool {
-        let (identity, name) = (self.identity(), ServerName::try_from(self.host_name(host)));
+        let identity = self.identity();
+        let name = ServerName::try_from(self.host_name(host));
         let parsed = identity.chain.first().map(ParsedCertificate::try_from);
         matches!((parsed, name), (Some(Ok(parsed)), Ok(name)) if verify_server_name(&parsed, &name).is_ok())
     }
@@ -352,7 +353,8 @@ mod tests {
         let scratch = tempfile::tempdir().unwrap();
         let folder = scratch.path().join("tls");
         let tls = Tls::open(&certificates(&folder, "run").hosts[0], &run_key("run")).unwrap();
-        let (begun, seconds) = (Instant::now(), UnixTime::now().as_secs());
+        let begun = Instant::now();
+        let seconds = UnixTime::now().as_secs();
         let current = |after: u64| {
             let after = Duration::from_secs(after);
             tls.current(begun + after, UnixTime::since_unix_epoch(Duration::from_secs(seconds) + after)).server

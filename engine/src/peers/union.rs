@@ -108,7 +108,8 @@ impl ObjectStore for Union {
         let Some(known) = self.found.get(location) else { return Err(no_answer(Vec::new(), location)) };
         if options.head {
             // As listed: objects in memory do not change.
-            let (meta, payload) = (known.meta.clone(), GetResultPayload::Stream(futures::stream::empty().boxed()));
+            let meta = known.meta.clone();
+            let payload = GetResultPayload::Stream(futures::stream::empty().boxed());
             return Ok(GetResult { payload, range: 0..meta.size, meta, attributes: Default::default(), extensions: Default::default() });
         }
         let mut errors = Vec::new();
@@ -129,7 +130,9 @@ impl ObjectStore for Union {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, ObjectResult<ObjectMeta>> {
-        let (prefix, own, found) = (prefix.cloned(), self.own.clone(), self.found.clone());
+        let prefix = prefix.cloned();
+        let own = self.own.clone();
+        let found = self.found.clone();
         let listed = async move {
             let mut all = own.list(prefix.as_ref()).try_collect::<Vec<_>>().await?;
             let written: BTreeSet<Path> = all.iter().map(|meta| meta.location.clone()).collect();
@@ -144,7 +147,8 @@ impl ObjectStore for Union {
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> ObjectResult<ListResult> {
         let depth = prefix.map_or(0, |prefix| prefix.parts().count());
-        let (mut objects, mut folders) = (Vec::new(), Vec::new());
+        let mut objects = Vec::new();
+        let mut folders = Vec::new();
         for meta in self.list(prefix).try_collect::<Vec<_>>().await? {
             match meta.location.parts().count() == depth + 1 {
                 true => objects.push(meta),

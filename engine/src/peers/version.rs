@@ -38,7 +38,8 @@ impl Spoken {
             Self::Ours => None,
             Self::Other(text) => {
                 let (number, release) = text.split_once(' ').unwrap_or((text, "an unknown version"));
-                let (number, release) = (number.escape_debug(), release.escape_debug());
+                let number = number.escape_debug();
+                let release = release.escape_debug();
                 Some(format!(
                     "it speaks version {number} of the protocol of agents (tensorcask {release}), and this host speaks version {PROTOCOL} \
                      (tensorcask {ours}): install the same tensorcask on all hosts, and start the agents again"

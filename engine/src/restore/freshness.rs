@@ -85,11 +85,13 @@ async fn compare(
     let is_empty = run.epochs()?.is_empty() && !local.has_states;
     let (mut first, mut unreachable): (Option<TierContents>, _) = (None, Vec::new());
     // Time of the newest save that is known to be ours, for comparison with farther tiers.
-    let (mut newest_here, has_further) = (0, stores.len() > 1);
+    let mut newest_here = 0;
+    let has_further = stores.len() > 1;
     if let (true, Some((store, TierContents { latest: Some(latest), .. }))) = (has_further, memory.stores.last()) {
         newest_here = saved_at(store, latest, timeout).await;
     }
-    let (mut latest_of, mut is_stale) = (BTreeMap::new(), false);
+    let mut latest_of = BTreeMap::new();
+    let mut is_stale = false;
     let mut newest_steps = Vec::new();
     for (tier, store) in stores.iter().enumerate() {
         let url = store.url().to_owned();

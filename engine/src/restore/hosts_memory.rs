@@ -44,7 +44,8 @@ pub(crate) struct HostsMemory {
 pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
     let begun = Instant::now();
     loop {
-        let (left, damaged) = (timeout.saturating_sub(begun.elapsed()), damaged_copies(run));
+        let left = timeout.saturating_sub(begun.elapsed());
+        let damaged = damaged_copies(run);
         match open(spec, run, left, &damaged).await {
             Ok(found) => return found,
             // A connection may have broken off. Without this memory, the ranks would agree on an older step.
@@ -171,7 +172,8 @@ async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginnin
     let run = store.history().run().await?;
     let mut continued = Vec::new();
     if let Some(leading) = log.leadership().leading() {
-        let (session, attempt) = (leading.leader.session, leading.leader.attempt);
+        let session = leading.leader.session;
+        let attempt = leading.leader.attempt;
         let complete = newest_complete(store, SessionName { run, session }, patience).await?;
         // A later attempt has not been committed yet.
         continued.push(match complete.filter(|at| at.attempt >= attempt) {
@@ -240,7 +242,8 @@ async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &
 /// Commits the complete steps that the store has never had, in this process only: those of the session that leads the log, and
 /// of the newest session after it. The log admits only one of the sessions that began after the same entry.
 async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSession], patience: &Patience) -> Result<()> {
-    let (run, log) = (store.history().run().await?, SessionLog::open(store).await?);
+    let run = store.history().run().await?;
+    let log = SessionLog::open(store).await?;
     let (opened, unopened): (Vec<&ContinuedSession>, Vec<_>) =
         continued.iter().partition(|session| log.leadership().of(session.session).is_some());
     for of in opened.into_iter().chain(unopened.into_iter().next_back()) {

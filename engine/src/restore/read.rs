@@ -31,7 +31,9 @@ pub(crate) fn read_slot<'a>(arena: &'a Arena, slot: usize, request: &mut Restore
             data: Elements::Borrowed(view.data()),
         }
     });
-    let (tensors, blobs, metadata) = (tensors.collect(), stored.blobs(), stored.metadata());
+    let tensors = tensors.collect();
+    let blobs = stored.blobs();
+    let metadata = stored.metadata();
     let mut found = Restored { tensors, blobs, metadata, ..empty(stored.step(), Source::Slot) };
     if let Some(Buffers { buffers, borrowed }) = request.buffers(&found)? {
         let pairs = buffers.into_iter().zip(&found.tensors).filter_map(|(buffer, tensor)| Some((buffer?, &*tensor.data)));
@@ -57,7 +59,9 @@ struct SharedElements {
 impl SharedElements {
     fn of(view: &TensorView<'_>) -> Self {
         let data = view.data();
-        let (address, bytes, dtype) = (data.as_ptr(), data.len(), view.dtype());
+        let address = data.as_ptr();
+        let bytes = data.len();
+        let dtype = view.dtype();
         Self { address, bytes, dtype, shape: view.shape().to_vec(), rect: view.rect().clone() }
     }
 }
@@ -93,7 +97,8 @@ pub(crate) async fn read_snapshot<'a>(snapshot: &Snapshot, source: Source, reque
     let of_caller = request.buffers(&found)?;
     let Buffers { mut buffers, borrowed } = of_caller.unwrap_or_else(|| Buffers::all_borrowed(found.tensors.len()));
     // New memory for what the caller borrows, by tensor. Tied tensors share the memory of the first of them that is borrowed.
-    let (mut holders, mut memory) = (HashMap::new(), BTreeMap::new());
+    let mut holders = HashMap::new();
+    let mut memory = BTreeMap::new();
     for (number, tensor) in found.tensors.iter().enumerate().filter(|(number, _)| borrowed.get(*number) == Some(&true)) {
         if let Entry::Vacant(group) = holders.entry(tensor.tied_to.unwrap_or(number)) {
             group.insert(number);
@@ -129,7 +134,8 @@ fn new_memory(tensor: &RestoredTensor<'_>) -> Result<Vec<u8>> {
 async fn read_into(snapshot: &Snapshot, tensors: &[RestoredTensor<'_>], mut buffers: Vec<Option<&mut [u8]>>) -> Result<()> {
     // For each group of tied tensors, the first one that has a buffer.
     let mut filled: HashMap<usize, usize> = HashMap::new();
-    let (mut requests, mut copies) = (Vec::new(), Vec::new());
+    let mut requests = Vec::new();
+    let mut copies = Vec::new();
     for (number, (tensor, buffer)) in tensors.iter().zip(&mut buffers).enumerate() {
         let Some(buffer) = buffer.as_deref_mut() else { continue };
         match filled.entry(tensor.tied_to.unwrap_or(number)) {

@@ -113,7 +113,8 @@ async fn find_in_memory<'a>(
 async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<'_>) -> Result<Option<Restored<'static>>> {
     let StepSelector::Step(_) = request.at else { return Ok(None) };
     for _ in 0..MOST_DAMAGED {
-        let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout).await, request.passed_over.len());
+        let opened = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
+        let before = request.passed_over.len();
         let Some(memory) = opened else { return Ok(None) };
         // The memory of the hosts commits other steps under ids of its own.
         let agreed = request.agreed.take_if(|agreed| !memory.committed.contains(&agreed.step));

@@ -148,9 +148,11 @@ mod tests {
                 x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 (x >> 33) % n
             };
-            let (mut trainer, mut trust) = (Trainer::default(), RowTrust::default());
+            let mut trainer = Trainer::default();
+            let mut trust = RowTrust::default();
             // Versions that the writer compares with, and the newest encoded save, which the arena remembers.
-            let (mut base, mut encoded) = ([0; ROWS], 0);
+            let mut base = [0; ROWS];
+            let mut encoded = 0;
             for _ in 0..200 {
                 match random(20) {
                     // A new trainer goes on from the newest encoded state. Its states in the arena may still be encoded.

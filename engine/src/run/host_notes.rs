@@ -131,7 +131,8 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
         folder.create().unwrap();
-        let (first, second) = (Id([1; 16]), Id([2; 16]));
+        let first = Id([1; 16]);
+        let second = Id([2; 16]);
         HostNotes::start_rank(&folder, first, 1, 7, None).unwrap();
         HostNotes::start_rank(&folder, first, 0, 7, None).unwrap();
         assert!(HostNotes::start_rank(&folder, first, 1, 7, None).is_err());

@@ -71,7 +71,8 @@ impl Hosts {
 
     fn of_torchrun(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let number = |name: &str| variable(name)?.parse::<u32>().ok();
-        let (run, count) = (variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
+        let run = variable("TORCHELASTIC_RUN_ID")?;
+        let count = variable("TORCHELASTIC_RESTART_COUNT")?;
         // Without `--rdzv-id`, all jobs have this id.
         let session = if run == "none" { String::new() } else { format!("torchrun {run} {count}") };
         let first = rank.checked_sub(number("LOCAL_RANK")?)?;
@@ -125,7 +126,8 @@ struct SlurmStep {
 impl SlurmStep {
     fn from_variables(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let number = |name: &str| variable(name)?.parse::<u32>().ok();
-        let (job, step) = (variable("SLURM_JOB_ID")?, variable("SLURM_STEP_ID").unwrap_or_default());
+        let job = variable("SLURM_JOB_ID")?;
+        let step = variable("SLURM_STEP_ID").unwrap_or_default();
         let session = format!("slurm {job} {step} {}", variable("SLURM_RESTART_COUNT").unwrap_or_else(|| "0".to_owned()));
         let tasks = tasks_per_node(&variable("SLURM_STEP_TASKS_PER_NODE")?)?;
         let node = number("SLURM_NODEID").or(Some(0).filter(|_| tasks.len() == 1));

@@ -71,7 +71,8 @@ impl RunSpec {
     /// Names the first option that differs from another description.
     pub(crate) fn difference(&self, other: &Self) -> String {
         let fields = |spec: &Self| serde_json::to_value(spec).ok().and_then(|value| value.as_object().cloned()).unwrap_or_default();
-        let (ours, theirs) = (fields(self), fields(other));
+        let ours = fields(self);
+        let theirs = fields(other);
         let differs = ours.iter().find(|(name, value)| theirs.get(*name) != Some(*value));
         differs.map_or_else(|| "description".to_owned(), |(name, _)| format!("`{name}`"))
     }

@@ -52,8 +52,12 @@ impl ArenaWriter {
     pub(crate) fn new(folder: RankFolder, options: &EngineOptions) -> Result<Self> {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
         let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start the copy threads: {e}")))?;
-        let (slots, world, back_pressure) = (options.slots, options.world, options.back_pressure);
-        let (attempts, dropped, rows) = (Attempts::default(), Vec::new(), RowJournal::default());
+        let slots = options.slots;
+        let world = options.world;
+        let back_pressure = options.back_pressure;
+        let attempts = Attempts::default();
+        let dropped = Vec::new();
+        let rows = RowJournal::default();
         Ok(Self { folder, population: None, arena: None, generation: 0, attempts, dropped, rows, slots, world, back_pressure, pool })
     }
 
@@ -198,7 +202,9 @@ impl ArenaWriter {
             // The agent may have taken the full slot that would have been dropped.
             let Some(claimed) = ClaimedSlot::claim(arena, self.claimable())? else { continue };
             self.dropped.extend(claimed.dropped);
-            let (bytes, needed, begun) = (plan.copied_bytes, plan.slot_bytes(), Instant::now());
+            let bytes = plan.copied_bytes;
+            let needed = plan.slot_bytes();
+            let begun = Instant::now();
             let current = arena.session()?;
             let attempt = self.attempts.of(current, state.step);
             match self.pool.install(|| claimed.fill(plan, current, attempt)) {
@@ -222,8 +228,10 @@ impl ArenaWriter {
 
     /// Publishes a copied state.
     pub(crate) fn publish(&mut self, step: u64, copy: PendingCopy) -> Result<SavedState> {
-        let (begun, dropped) = (Instant::now(), copy.slot.dropped());
-        let (slot, world) = (copy.slot, self.world);
+        let begun = Instant::now();
+        let dropped = copy.slot.dropped();
+        let slot = copy.slot;
+        let world = self.world;
         let generation = self.pool.install(|| slot.publish(step, world))?;
         self.rows.on_saved(generation);
         Ok(SavedState { generation, time: copy.time + begun.elapsed(), bytes: copy.bytes, dropped })

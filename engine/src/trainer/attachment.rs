@@ -129,7 +129,8 @@ impl Attachment {
             session: self.progress.session,
             latest: self.latest.clone(),
         }));
-        let (begun, mut attempts) = (Instant::now(), 0);
+        let begun = Instant::now();
+        let mut attempts = 0;
         loop {
             let error = match self.agent.request(&request, reply_by(Duration::ZERO, deadline), &self.interruption) {
                 Ok(progress) => {
@@ -184,7 +185,8 @@ impl Attachment {
     /// timeout. An agent that does not answer in time is a problem of the progress, and no error.
     pub(crate) fn wait(&mut self, generation: u64, until: Until, timeout: Duration) -> Result<Progress> {
         let timeout = timeout.min(MAX_WAIT);
-        let (end, deadline) = (Instant::now() + timeout, Instant::now() + timeout + ANSWER_TIME);
+        let end = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout + ANSWER_TIME;
         loop {
             if self.agent.owes_wait && self.agent.connection.as_ref().is_some_and(|connection| !connection.is_idle()) {
                 // The agent answers one request after the other.
@@ -278,8 +280,10 @@ impl Attachment {
     }
 
     fn wait_request(&self, generation: u64, until: Until, timeout_ms: u64) -> Request {
-        let (key, rank) = (self.spec.key.clone(), self.rank);
-        let (durable, replicated) = (until == Until::Durable, until == Until::Replicated);
+        let key = self.spec.key.clone();
+        let rank = self.rank;
+        let durable = until == Until::Durable;
+        let replicated = until == Until::Replicated;
         Request::Wait { key, rank, generation, durable, replicated, timeout_ms, is_last: self.saves_no_more }
     }
 

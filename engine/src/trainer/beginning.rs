@@ -28,7 +28,8 @@ use crate::run::spec::RunSpec;
 pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, limit: Duration) -> Result<()> {
     let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
     let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-    let (notes, process) = (HostNotes::read(run, hosts.session), Id::random()?);
+    let notes = HostNotes::read(run, hosts.session);
+    let process = Id::random()?;
     if let Some(known) = &notes.known {
         // Another rank of this host has found that the store does not answer.
         return HostNotes::start_rank(run, hosts.session, rank, known.sequence, Some(process));
@@ -138,7 +139,8 @@ async fn join_by_memory(store: &Store, hosts: &HostsSpec, run: &RunFolder, other
     let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: Some(known.sequence) };
     let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?;
     let union = union_store(survey.stores(run, others)?, known.sequence);
-    let (log, memory) = (SessionLog::open(&union).await?, open_mirror(run)?);
+    let log = SessionLog::open(&union).await?;
+    let memory = open_mirror(run)?;
     if log.sequence() != known.sequence || union.history().run().await? != known.run {
         let message = "the hosts that answer do not have the log as host 0 knows it; start the job again";
         return Err(Error::new(ErrorKind::Conflict, message));
@@ -180,7 +182,8 @@ async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Resul
     let earlier = beginnings(run, others, &survey, hosts.session).await;
     let view = HostsView::find(&places, log.sequence(), &earlier).await?;
     check_usable(&log, &view).await?;
-    let (run, leadership) = (union.history().run().await?, log.leadership().clone());
+    let run = union.history().run().await?;
+    let leadership = log.leadership().clone();
     let known = KnownLog { run, sequence: log.sequence(), leadership, continued: view.continued };
     let number = earlier.iter().filter(|earlier| earlier.known.sequence == known.sequence).map(|earlier| earlier.number).max().unwrap_or(0);
     Ok(Beginning { session: hosts.session, number: number.saturating_add(1), known })

@@ -192,7 +192,8 @@ impl Engine {
         self.arena.close_if_removed();
         let failed = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         if is_inline {
-            let (tiers, cap) = (self.attachment.spec.stores()?, self.attachment.spec.cap(folder)?);
+            let tiers = self.attachment.spec.stores()?;
+            let cap = self.attachment.spec.cap(folder)?;
             let open = InlineEncoder::open(&self.run, &tiers, &self.attachment.spec, cap, self.options.back_pressure);
             let mut encoder = self.block_on(open)?;
             let newest = self.arena.newest_complete()?.max(progress.encoded).max(progress.durable).max(failed);
@@ -560,7 +561,9 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
     engine.recent.note(step, generation);
     engine.recent.note_dropped(&mut engine.arena.dropped);
     let millis = |time: Duration| time.as_secs_f64() * 1e3;
-    let (stall_ms, copy_ms, time_ms) = (millis(timer.stall()), millis(time), timer.time_ms);
+    let stall_ms = millis(timer.stall());
+    let copy_ms = millis(time);
+    let time_ms = timer.time_ms;
     let reported = engine.attachment.notify_saved(SaveNote { step, generation, stall_ms, copy_ms, bytes, time_ms });
     reported.map_err(|e| match e.kind() {
         ErrorKind::Fenced => e,
@@ -569,7 +572,8 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
             Error::new(e.kind(), message).source(e)
         }
     })?;
-    let (stall, dropped) = (timer.stall(), dropped.map(|dropped| dropped.step));
+    let stall = timer.stall();
+    let dropped = dropped.map(|dropped| dropped.step);
     span.record("generation", generation).record("bytes_in", bytes).record("copy_ms", copy_ms);
     span.record("stall_ms", millis(stall)).record("queue_depth", engine.attachment.progress().queue_depth);
     let outcome = Outcome { step, generation: Some(generation), stall, copy: time, dropped, ..Outcome::default() };
@@ -578,7 +582,8 @@ fn report_saved(engine: &mut Engine, timer: SaveTimer, saved: Option<SavedState>
 
 /// Finds and reads the nearest copy of a state.
 fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restored<'e>> {
-    let (begun, mut request) = (Instant::now(), request.of_agreed(engine.arena.attempts.agreed()));
+    let begun = Instant::now();
+    let mut request = request.of_agreed(engine.arena.attempts.agreed());
     let places = restore_places(engine);
     if engine.attachment.spec.world > 1 && request.at == StepSelector::Latest && !engine.has_agreed {
         let run = &engine.attachment.spec.run;
@@ -603,7 +608,8 @@ fn search<'e>(engine: &'e Engine, request: RestoreRequest<'_>) -> Result<Restore
 fn exchange_by_agents(engine: &Engine, name: &str, offer: &RankOffer, timeout: Duration) -> Result<Option<Vec<RankOffer>>> {
     let spec = &engine.attachment.spec;
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
-    let (run, round) = (&engine.run, Round { name, rank: engine.options.rank, world: spec.world });
+    let run = &engine.run;
+    let round = Round { name, rank: engine.options.rank, world: spec.world };
     engine.block_on(exchange_offers(run, hosts, &others, &round, offer, timeout)).map(Some)
 }
 
@@ -638,7 +644,8 @@ fn with_news(attachment: &Attachment, reported: &mut u64, outcome: Outcome) -> O
 
 fn wait_on(attachment: &mut Attachment, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
     let progress = attachment.wait(generation, until, timeout)?;
-    let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
+    let reached = progress.has_reached(generation, until);
+    let failed = progress.has_failed(generation);
     Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
 }
 

@@ -36,13 +36,15 @@ pub(crate) struct InlineEncoder {
 impl InlineEncoder {
     pub(crate) async fn open(run: &RunFolder, tiers: &[Store], spec: &RunSpec, cap: u64, back_pressure: BackPressure) -> Result<Self> {
         let tier = MemoryTier::open(run, tiers, spec.writer_options()?, 1).await?;
-        let (rows, trust) = (RowJournal::default(), RowTrust::default());
+        let rows = RowJournal::default();
+        let trust = RowTrust::default();
         Ok(Self { tier, keep: spec.keep, cap, back_pressure, rows, trust, encoded: 0 })
     }
 
     /// Generation of the last snapshot in memory; 0 if there is none.
     pub(crate) async fn last_generation(&self) -> Result<u64> {
-        let (epoch, sequence) = (self.tier.epoch(), self.tier.last_sequence().await?);
+        let epoch = self.tier.epoch();
+        let sequence = self.tier.last_sequence().await?;
         Ok(if sequence > 0 { InlineGeneration { epoch, sequence }.to_generation() } else { 0 })
     }
 
@@ -66,7 +68,9 @@ impl InlineEncoder {
 
     /// Encodes a state; `None` if the save is skipped.
     pub(crate) fn save(&mut self, runtime: &Runtime, attachment: &mut Attachment, state: &StateView<'_>) -> Result<Option<SavedState>> {
-        let (mut pause, mut may_have_room, mut was_damaged) = (Pause::new(), true, false);
+        let mut pause = Pause::new();
+        let mut may_have_room = true;
+        let mut was_damaged = false;
         let tensors = self.tensors_with_rows(state)?;
         let state = &StateView { tensors: &tensors, ..*state };
         let (saved, time) = loop {

@@ -85,7 +85,8 @@ pub(crate) async fn exchange_by_store(
     offer: &RankOffer,
     timeout: Duration,
 ) -> Result<Vec<RankOffer>> {
-    let (stores, begun) = (spec.stores()?, Instant::now());
+    let stores = spec.stores()?;
+    let begun = Instant::now();
     let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let exchange = RankExchange::new(first);
     exchange.put_offer(round, rank, offer).await?;

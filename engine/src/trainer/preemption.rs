@@ -87,7 +87,8 @@ impl Preemption {
             let _guard = runtime.enter();
             let mut received =
                 signal(SignalKind::from_raw(number)).map_err(|e| Error::invalid(format!("signal {number} cannot be watched: {e}")))?;
-            let (notice, flag) = (notice.clone(), flag.clone());
+            let notice = notice.clone();
+            let flag = flag.clone();
             runtime.spawn(async move {
                 while received.recv().await.is_some() {
                     note(&notice, &flag, &format!("signal {number}"));

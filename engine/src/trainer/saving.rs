@@ -329,7 +329,8 @@ mod tests {
     /// Rank 0 has saved steps 10 and 20, and rank 1 only step 10.
     #[test]
     fn ranks_that_agree_begin_the_same_attempt() {
-        let (mut first, mut second) = (Attempts::default(), Attempts::default());
+        let mut first = Attempts::default();
+        let mut second = Attempts::default();
         assert_eq!(first.current(1), None);
         first.note(1, 10);
         second.note(1, 10);

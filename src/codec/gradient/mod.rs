@@ -97,7 +97,8 @@ impl Gradient {
     fn estimate_first(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let base = base_of(chunk)?;
         let by = self.first(chunk, base)?;
-        let (before, now) = (sample(base, 4), sample(chunk.data, 4));
+        let before = sample(base, 4);
+        let now = sample(chunk.data, 4);
         let mut quotients = vec![0; now.len()];
         shorten(&before, &now, by, &mut quotients);
         Some(estimate(chunk, exponents_of(Dtype::F32, &before), &quotients, &now))
@@ -139,7 +140,9 @@ impl Gradient {
 /// Estimates the bytes of the columns of first moments, from the quotients of a few. `now` holds their elements as f32.
 pub(super) fn estimate(chunk: &Chunk<'_>, base: Base<'_>, quotients: &[u8], now: &[u8]) -> Vec<u64> {
     let units = now.len() / 4;
-    let (mut found, mut lengths, mut classes) = (vec![0; units], vec![0; units], vec![0; units]);
+    let mut found = vec![0; units];
+    let mut lengths = vec![0; units];
+    let mut classes = vec![0; units];
     let digits = digits::split(quotients, now, &mut found, &mut lengths);
     classes::choose(base, &mut classes, entropy::count_about);
     let mut histograms = vec![[0u32; 256]; MAX_CLASSES + 1];
@@ -158,7 +161,8 @@ pub(super) fn estimate(chunk: &Chunk<'_>, base: Base<'_>, quotients: &[u8], now:
 /// Encodes first moments by their quotients. `now` holds the elements as f32.
 pub(super) fn encode(base: Base<'_>, by: First, quotients: &[u8], now: &[u8]) -> Result<Encoded> {
     let units = now.len() / 4;
-    let (mut found, mut lengths) = (Spare::new(units, "exponents")?, Spare::new(units, "lengths")?);
+    let mut found = Spare::new(units, "exponents")?;
+    let mut lengths = Spare::new(units, "lengths")?;
     let digits = digits::split(quotients, now, &mut found, &mut lengths);
     let code = classes::encode(base, &found)?;
     let mut length_code = spare::output(units / 2);
@@ -210,7 +214,8 @@ fn read_scale(mut cursor: Cursor<'_>) -> Result<Scale> {
     if cursor.is_empty() {
         return Ok(Scale::None);
     }
-    let (code, scale) = (cursor.u8()?, f32::from_bits(cursor.u32()?));
+    let code = cursor.u8()?;
+    let scale = f32::from_bits(cursor.u32()?);
     cursor.finish()?;
     match code {
         0 => Ok(Scale::Times(scale)),
@@ -418,7 +423,8 @@ mod tests {
     #[test]
     fn a_chunk_whose_step_is_not_found_again_is_stored_as_it_is() {
         let numbers = |factor: f32| to_bytes(&(0..5000).map(|i| (i as f32 * factor).sin()).collect::<Vec<f32>>());
-        let (before, now) = (numbers(0.7), numbers(0.3));
+        let before = numbers(0.7);
+        let now = numbers(0.3);
         let chunk = Chunk { role: FIRST, base: Some(&before), ..Chunk::new(Dtype::F32, 5000, &now) };
         let codec = Gradient::default();
         assert_eq!(codec.estimate(&chunk), None, "these gradients are not short");

@@ -93,7 +93,8 @@ fn is_short(before: &[u8], now: &[u8], by: First) -> bool {
 impl Search {
     /// Returns the best of the steps that were found before, if it makes gradients short.
     fn known(&self, before: &[u8], now: &[u8]) -> Option<First> {
-        let (few_before, few_now) = (glance(before, 32), glance(now, 32));
+        let few_before = glance(before, 32);
+        let few_now = glance(now, 32);
         let score = |by: &First| (mean_length(&few_before, &few_now, *by), *by);
         let best = self.firsts.iter().map(score).reduce(|a, b| if b.0 < a.0 { b } else { a });
         best.map(|(_, known)| known).filter(|known| is_short(&few_before, &few_now, *known))
@@ -165,7 +166,8 @@ fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, kind: Kind, before: &[
     if now.len() < LEAST_BYTES_TO_SEARCH || !pace.is_due() {
         return None;
     }
-    let (before, now) = (glance(before, 256), glance(now, 256));
+    let before = glance(before, 256);
+    let now = glance(now, 256);
     let Some(found) = search(kind, &before, &now, &decays(kind, pace.failures)) else {
         pace.fail();
         return None;
@@ -212,9 +214,11 @@ const SUMS: [Blend; 3] = [Blend::FusedGradient, Blend::Sum, Blend::FusedDecay];
 impl Average {
     /// Tries factors near this one, and all blends. `None` if that makes no gradients short.
     fn search(self, clip: f32, before: &[u8], now: &[u8]) -> Option<First> {
-        let (decay, weight) = (self.decay as f32, self.weight as f32);
+        let decay = self.decay as f32;
+        let weight = self.weight as f32;
         let first = First { blend: *self.blends.first()?, decay, weight, scale: Scale::None, clip };
-        let (before, now) = (cut(before), cut(now));
+        let before = cut(before);
+        let now = cut(now);
         let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { neighbours(clip, 8).collect() };
         let best = shortest(before, now, near.into_iter().map(|clip| First { clip, ..first }))?;
         // The other weight is some ulps away, and so is the factor that goes with it.
@@ -280,7 +284,8 @@ fn propose(before: &[u8], now: &[u8], decay: f64) -> Option<f64> {
     let mut precise: Vec<(f64, f64)> = floats(before)
         .zip(floats(now))
         .map(|(m0, m1)| {
-            let (m0, m1) = (f64::from(m0), f64::from(m1));
+            let m0 = f64::from(m0);
+            let m1 = f64::from(m1);
             let gradient = (m1 - decay * m0).abs();
             (m1.abs() / gradient, gradient)
         })

@@ -309,7 +309,10 @@ fn second_beta_of(states: States<'_>) -> f64 {
 /// Decay less one, scale and epsilon by least squares in which the rounding error of the first moment has the same weight
 /// everywhere. Twice more without the worst tenth, from the last epsilon.
 fn fit(states: States<'_>) -> Option<[f64; 3]> {
-    let (mut loss, mut scale, mut epsilon, mut worst) = (0.0, 0.0, 1e-8, f64::INFINITY);
+    let mut loss = 0.0;
+    let mut scale = 0.0;
+    let mut epsilon = 1e-8;
+    let mut worst = f64::INFINITY;
     for _ in 0..3 {
         let moments = floats(states.first).zip(floats(states.second));
         let weights = floats(states.before.weights).zip(floats(states.weights));

@@ -45,7 +45,8 @@ impl<'a> Inputs<'a> {
     pub(super) fn usual_rule(&self) -> Rule {
         match self {
             Self::Step { .. } => {
-                let (update, divisor) = (Update::ScaleFirst, Divisor::Divided);
+                let update = Update::ScaleFirst;
+                let divisor = Divisor::Divided;
                 Rule::Step(Step { update, divisor, decay: 1.0, scale: 0.0, correction: 1.0, epsilon: 1e-8 })
             }
             Self::Moment { .. } => Rule::Moment(Moment { square: Square::Fused, decay: 0.95, share: 0.05, weight: 0.1 }),

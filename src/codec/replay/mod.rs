@@ -180,7 +180,8 @@ mod tests {
     fn a_chunk_whose_rule_is_not_found_again_comes_back() {
         // No search can use numbers that are not finite.
         let not_finite = [0x7f, 0xc0].repeat(2).repeat(1000);
-        let (base, data) = (not_finite.clone(), vec![0xff; not_finite.len()]);
+        let base = not_finite.clone();
+        let data = vec![0xff; not_finite.len()];
         let partners = [FIRST, SECOND].map(|role| Partner { role, dtype: Dtype::F32, data: &data, base: Some(&base), gradient: None });
         for role in ["master", "model", SECOND] {
             let chunk = Chunk { role, base: Some(&base), partners: &partners, ..Chunk::new(Dtype::F32, 1000, &data) };

@@ -61,7 +61,8 @@ pub(in crate::codec) fn put_step(step: Step, column: &mut Vec<u8>) {
 
 /// Inverts [`put_step`].
 pub(in crate::codec) fn read_step(cursor: &mut Cursor<'_>) -> Result<Step> {
-    let (update, divisor) = (cursor.u8()?, cursor.u8()?);
+    let update = cursor.u8()?;
+    let divisor = cursor.u8()?;
     let [decay, scale, correction, epsilon] = [cursor.u32()?, cursor.u32()?, cursor.u32()?, cursor.u32()?].map(f32::from_bits);
     Ok(Step { update: form(&Update::ALL, update)?, divisor: form(&Divisor::ALL, divisor)?, decay, scale, correction, epsilon })
 }

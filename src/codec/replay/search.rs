@@ -160,11 +160,16 @@ fn fit(points: &[Point], epsilon: f64) -> Option<Fit> {
     if rows.is_empty() {
         return None;
     }
-    let (mut loss, mut scale) = (0.0, 0.0);
+    let mut loss = 0.0;
+    let mut scale = 0.0;
     let mut errors: Vec<f64> = vec![0.0; rows.len()];
     let mut worst = f64::INFINITY;
     for _ in 0..3 {
-        let (mut xx, mut xy, mut yy, mut xt, mut yt) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        let mut xx = 0.0;
+        let mut xy = 0.0;
+        let mut yy = 0.0;
+        let mut xt = 0.0;
+        let mut yt = 0.0;
         for ([x, y, target], _) in rows.iter().zip(&errors).filter(|(_, error)| **error <= worst) {
             (xx, xy, yy) = (xx + x * x, xy + x * y, yy + y * y);
             (xt, yt) = (xt + x * target, yt + y * target);
@@ -223,7 +228,8 @@ fn climb(fit: Fit, epsilon: f64, count: impl Fn(Step) -> Match<Step>) -> Step {
     }
     for correction in corrections(epsilon) {
         let correction = correction.max(f64::from(f32::MIN_POSITIVE));
-        let (scale, epsilon) = (fit.scale / correction, short(epsilon / correction));
+        let scale = fit.scale / correction;
+        let epsilon = short(epsilon / correction);
         let step = Step { correction: correction as f32, scale: scale as f32, epsilon: epsilon as f32, ..best.rule };
         best = best.or_better(count(step));
         let step = Step { divisor: Divisor::Multiplied, correction: (1.0 / correction) as f32, ..step };

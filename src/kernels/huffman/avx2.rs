@@ -53,7 +53,9 @@ pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWrite
     for group in groups {
         // SAFETY: a load of 32 bytes from an array of 32.
         let symbols = unsafe { _mm256_loadu_si256(group.as_ptr().cast()) };
-        let (mut low, mut high, mut length) = (zero, zero, zero);
+        let mut low = zero;
+        let mut high = zero;
+        let mut length = zero;
         for row in &rows {
             // The sum is below 0x80 for symbols of this row only. Shuffles give 0 where the top bit is set.
             let index = _mm256_adds_epu8(_mm256_xor_si256(symbols, row.upper), _mm256_set1_epi8(0x70));
@@ -64,13 +66,17 @@ pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWrite
         unknown = _mm256_or_si256(unknown, _mm256_cmpeq_epi8(length, zero));
         // Each code times 1, or times a power of two that shifts it past the code before it.
         let before = _mm256_slli_epi16::<8>(length);
-        let (factor_low, factor_high) = (_mm256_shuffle_epi8(power_low, before), _mm256_shuffle_epi8(power_high, before));
+        let factor_low = _mm256_shuffle_epi8(power_low, before);
+        let factor_high = _mm256_shuffle_epi8(power_high, before);
         let pairs_a = _mm256_madd_epi16(_mm256_unpacklo_epi8(low, high), _mm256_unpacklo_epi8(factor_low, factor_high));
         let pairs_b = _mm256_madd_epi16(_mm256_unpackhi_epi8(low, high), _mm256_unpackhi_epi8(factor_low, factor_high));
         let pair_lengths = _mm256_maddubs_epi16(length, _mm256_set1_epi8(1));
         let (quads_a, lengths_a) = quads(pairs_a, _mm256_unpacklo_epi16(pair_lengths, zero));
         let (quads_b, lengths_b) = quads(pairs_b, _mm256_unpackhi_epi16(pair_lengths, zero));
-        let (mut a, mut b, mut a_lengths, mut b_lengths) = ([0u64; 4], [0u64; 4], [0u64; 4], [0u64; 4]);
+        let mut a = [0u64; 4];
+        let mut b = [0u64; 4];
+        let mut a_lengths = [0u64; 4];
+        let mut b_lengths = [0u64; 4];
         // SAFETY: stores of 32 bytes into arrays of 32 bytes.
         unsafe {
             _mm256_storeu_si256(a.as_mut_ptr().cast(), quads_a);
@@ -84,7 +90,8 @@ pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWrite
         // Each half of a vector holds groups that are neighbours in the stream.
         for half in [0, 2] {
             for (quads, lengths) in [(&a, &a_lengths), (&b, &b_lengths)] {
-                let (first, second) = (lengths[half] as u32, lengths[half + 1] as u32);
+                let first = lengths[half] as u32;
+                let second = lengths[half + 1] as u32;
                 if is_short {
                     writer.put(quads[half] | quads[half + 1] << (first & 63), first.wrapping_add(second));
                 } else {
@@ -102,7 +109,8 @@ pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWrite
 #[target_feature(enable = "avx2")]
 fn quads(pairs: __m256i, lengths: __m256i) -> (__m256i, __m256i) {
     let lower = _mm256_set1_epi64x(0xffff_ffff);
-    let (first, first_length) = (_mm256_and_si256(pairs, lower), _mm256_and_si256(lengths, lower));
+    let first = _mm256_and_si256(pairs, lower);
+    let first_length = _mm256_and_si256(lengths, lower);
     let second = _mm256_sllv_epi64(_mm256_srli_epi64::<32>(pairs), first_length);
     (_mm256_or_si256(first, second), _mm256_add_epi64(first_length, _mm256_srli_epi64::<32>(lengths)))
 }

@@ -49,7 +49,8 @@ fn put_groups_any(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> 
     let mut seen = 0;
     let (groups, rest) = symbols.as_chunks::<5>();
     for group in groups {
-        let (mut bits, mut count) = (0u64, 0u32);
+        let mut bits = 0u64;
+        let mut count = 0u32;
         for &symbol in group {
             let entry = table[usize::from(symbol)];
             seen |= entry;
@@ -83,7 +84,9 @@ mod x86 {
             // SAFETY: four loads of 64 bytes within 256.
             std::array::from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
         };
-        let (low, high, length) = (table(&codes.low), table(&codes.high), table(&codes.length));
+        let low = table(&codes.low);
+        let high = table(&codes.high);
+        let length = table(&codes.length);
         let look_up = |table: &[__m512i; 4], symbols: __m512i, upper: __mmask64| {
             let a = _mm512_permutex2var_epi8(table[0], symbols, table[1]);
             let b = _mm512_permutex2var_epi8(table[2], symbols, table[3]);
@@ -98,12 +101,15 @@ mod x86 {
             // SAFETY: a load of 64 bytes from an array of 64.
             let s = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
             let upper = _mm512_movepi8_mask(s);
-            let (lo, hi, len) = (look_up(&low, s, upper), look_up(&high, s, upper), look_up(&length, s, upper));
+            let lo = look_up(&low, s, upper);
+            let hi = look_up(&high, s, upper);
+            let len = look_up(&length, s, upper);
             unknown |= _mm512_testn_epi8_mask(len, len);
             // 16-bit lanes: codes and lengths of even and of odd symbols.
             let even = _mm512_or_si512(_mm512_and_si512(lo, byte), _mm512_slli_epi16::<8>(hi));
             let odd = _mm512_or_si512(_mm512_srli_epi16::<8>(lo), _mm512_andnot_si512(byte, hi));
-            let (even_len, odd_len) = (_mm512_and_si512(len, byte), _mm512_srli_epi16::<8>(len));
+            let even_len = _mm512_and_si512(len, byte);
+            let odd_len = _mm512_srli_epi16::<8>(len);
             let pair_len = _mm512_add_epi16(even_len, odd_len);
             // 32-bit lanes: pairs from even and from odd 16-bit lanes.
             let pair_a = _mm512_or_si512(
@@ -114,7 +120,8 @@ mod x86 {
                 _mm512_srli_epi32::<16>(even),
                 _mm512_sllv_epi32(_mm512_srli_epi32::<16>(odd), _mm512_srli_epi32::<16>(even_len)),
             );
-            let (a_len, b_len) = (_mm512_and_si512(pair_len, word), _mm512_srli_epi32::<16>(pair_len));
+            let a_len = _mm512_and_si512(pair_len, word);
+            let b_len = _mm512_srli_epi32::<16>(pair_len);
             let quad_len = _mm512_add_epi32(a_len, b_len);
             // 64-bit lanes: quads from even and from odd 32-bit lanes.
             let quad_a = _mm512_or_si512(
@@ -126,7 +133,8 @@ mod x86 {
                 _mm512_sllv_epi64(_mm512_srli_epi64::<32>(pair_b), _mm512_srli_epi64::<32>(a_len)),
             );
             // Join octets if each fits into one append.
-            let (a_len, b_len) = (_mm512_and_si512(quad_len, half), _mm512_srli_epi64::<32>(quad_len));
+            let a_len = _mm512_and_si512(quad_len, half);
+            let b_len = _mm512_srli_epi64::<32>(quad_len);
             let octet_len = _mm512_add_epi64(a_len, b_len);
             let octet = _mm512_or_si512(quad_a, _mm512_sllv_epi64(quad_b, a_len));
             if _mm512_cmpgt_epu64_mask(octet_len, _mm512_set1_epi64(56)) == 0 {

@@ -38,7 +38,8 @@ fn by_definition(dtype: Dtype, bytes: &[u8]) -> ValueStatistics {
         _ => Float8::of(dtype).map_or(f64::MIN_POSITIVE, Float8::least_normal),
     };
     let mut found = ValueStatistics::default();
-    let (mut sums, mut squares) = ([0.0; LANES], [0.0; LANES]);
+    let mut sums = [0.0; LANES];
+    let mut squares = [0.0; LANES];
     for (i, x) in numbers(dtype, bytes).into_iter().enumerate() {
         match x {
             _ if x.is_nan() => found.nan += 1,
@@ -108,7 +109,8 @@ fn normal_numbers_take_no_other_path() {
 #[test]
 fn changes_are_those_of_the_definition_at_every_level() {
     for dtype in DTYPES {
-        let (before, mut after) = (odd_bytes(1, dtype, 1237), odd_bytes(2, dtype, 1237));
+        let before = odd_bytes(1, dtype, 1237);
+        let mut after = odd_bytes(2, dtype, 1237);
         after[..64].copy_from_slice(&before[..64]);
         let width = (dtype.bits() / 8) as usize;
         let ordered = |unit: &[u8]| {
@@ -116,7 +118,9 @@ fn changes_are_those_of_the_definition_at_every_level() {
             let sign = 1i128 << (dtype.bits() - 1);
             if bits & sign == 0 || dtype == Dtype::F8E8M0 { bits } else { sign - bits }
         };
-        let (mut changed, mut squares, mut ulps) = (0, [0.0; LANES], 0);
+        let mut changed = 0;
+        let mut squares = [0.0; LANES];
+        let mut ulps = 0;
         let pairs = numbers(dtype, &before).into_iter().zip(numbers(dtype, &after));
         for (i, ((x, y), (old, new))) in pairs.zip(before.chunks(width).zip(after.chunks(width))).enumerate() {
             changed += u64::from(old != new);
@@ -199,7 +203,8 @@ fn chunks_add_up() {
 
 #[test]
 fn complex_numbers_are_measured_by_their_parts() {
-    let (before, after) = (odd_bytes(1, Dtype::F64, 400), odd_bytes(2, Dtype::F64, 400));
+    let before = odd_bytes(1, Dtype::F64, 400);
+    let after = odd_bytes(2, Dtype::F64, 400);
     for (complex, part) in [(Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)] {
         assert_eq!(values(complex, &before), values(part, &before));
         assert_eq!(super::changes(complex, &before, &after), super::changes(part, &before, &after));

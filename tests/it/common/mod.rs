@@ -221,7 +221,8 @@ impl Layers {
         let mut tensors = Vec::new();
         for (layer, contents) in self.layers.iter().enumerate() {
             for (view, bytes) in views.iter().zip(contents) {
-                let (name, param) = (format!("{}.{layer:03}", view.name()), format!("{}.{layer:03}", view.param()));
+                let name = format!("{}.{layer:03}", view.name());
+                let param = format!("{}.{layer:03}", view.param());
                 let tensor = TensorView::new(name, view.dtype(), view.shape(), bytes).unwrap();
                 tensors.push(tensor.with_role(view.role().to_owned(), param));
             }

@@ -51,10 +51,12 @@ impl Training {
                     let numbers: Vec<f32> = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
                     numbers.repeat(tiles)
                 };
-                let (first, later) = (numbers(&now, "exp_avg"), numbers(&next, "exp_avg"));
+                let first = numbers(&now, "exp_avg");
+                let later = numbers(&next, "exp_avg");
                 let share = (1.0 - KEPT_FIRST) as f32;
                 let gradient = first.iter().zip(&later).map(|(m, later)| (later - KEPT_FIRST as f32 * m) / share).collect();
-                let (master_numbers, second) = (numbers(&now, "master"), numbers(&now, "exp_avg_sq"));
+                let master_numbers = numbers(&now, "master");
+                let second = numbers(&now, "exp_avg_sq");
                 let mut shape = master.shape().to_vec();
                 shape[0] *= tiles as u64;
                 let name = name.replace("h.2.", &format!("h.{layer}."));
@@ -68,7 +70,9 @@ impl Training {
     pub fn train(&mut self) {
         self.step += 1;
         let [one, two] = [KEPT_FIRST, KEPT_SECOND].map(|kept| 1.0 - kept.powi(self.step));
-        let (decay, scale, root) = ((1.0 - RATE * DECAY) as f32, (-RATE / one) as f32, two.sqrt() as f32);
+        let decay = (1.0 - RATE * DECAY) as f32;
+        let scale = (-RATE / one) as f32;
+        let root = two.sqrt() as f32;
         let random = &mut self.random;
         let mut unit = || {
             *random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -69,14 +69,16 @@ async fn run(victim: Victim, inline_bytes: u64, folder: &Path, kill: When) {
         Victim::Save => save_small(&mut open("run", Some(kill)).writer(Policy::Consecutive).await.unwrap(), 4).await,
         Victim::LargeSave => {
             let mut writer = open("run", Some(kill)).writer(Policy::Consecutive).await.unwrap();
-            let (bytes, state) = (large(), SmallState::at(4));
+            let bytes = large();
+            let state = SmallState::at(4);
             let mut tensors = state.tensors();
             tensors.push(TensorView::new("model.large", Dtype::U8, &[9 << 20], &bytes).unwrap());
             writer.save(4, &tensors, &state.blobs(), &Metadata::default()).await.unwrap();
         }
         Victim::Compact => _ = maintain::compact(&open("run", Some(kill)), 3, &CompactOptions::default()).await.unwrap(),
         Victim::Reduce => {
-            let (roles, options) = (["model".to_owned()], CompactOptions::default());
+            let roles = ["model".to_owned()];
+            let options = CompactOptions::default();
             let reduced = maintain::keep_roles(&open("run", Some(kill)), &[7], &roles, &options).await.unwrap();
             assert_eq!(reduced[0].held, None);
         }

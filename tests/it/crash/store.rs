@@ -69,7 +69,8 @@ struct CrashUpload {
 #[async_trait::async_trait]
 impl MultipartUpload for CrashUpload {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let (part, fuse) = (self.inner.put_part(data), self.fuse.clone());
+        let part = self.inner.put_part(data);
+        let fuse = self.fuse.clone();
         Box::pin(async move {
             let number = fuse.before();
             let result = part.await;
@@ -111,9 +112,11 @@ impl ObjectStore for CrashStore {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, object_store::Result<Path>>) -> BoxStream<'static, object_store::Result<Path>> {
-        let (inner, fuse) = (self.inner.clone(), self.fuse.clone());
+        let inner = self.inner.clone();
+        let fuse = self.fuse.clone();
         let delete = move |location: object_store::Result<Path>| {
-            let (inner, fuse) = (inner.clone(), fuse.clone());
+            let inner = inner.clone();
+            let fuse = fuse.clone();
             async move {
                 let number = fuse.before();
                 let one = futures::stream::once(async { location }).boxed();

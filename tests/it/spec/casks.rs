@@ -151,7 +151,8 @@ fn casks_encode_to_their_bytes_and_decode() {
         assert_eq!(index.file().digest.to_hex(), vector.digest);
         assert_eq!(index.tensor_count(), vector.tensors.len());
         for (t, tensor) in vector.tensors.iter().enumerate() {
-            let (name, dtype) = (tensor.name.as_str(), Dtype::from_name(&tensor.dtype).unwrap());
+            let name = tensor.name.as_str();
+            let dtype = Dtype::from_name(&tensor.dtype).unwrap();
             assert_eq!(index.tensor(t), TensorEntry { name, dtype, shape: tensor.shape.clone() });
             assert_eq!(index.shards_of(t).len(), tensor.shards.len());
             for (row, shard) in index.shards_of(t).zip(&tensor.shards) {

@@ -34,7 +34,8 @@ impl PartnerVector {
     fn gradients(&self, elements: u64) -> Option<Vec<u8>> {
         let codec = Registry::default().get(self.codec.as_ref()?).unwrap().clone();
         let columns: Vec<(&str, Bytes)> = self.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.0.clone().into())).collect();
-        let (mut out, mut gradients) = (vec![0; self.data.0.len()], vec![0; 4 * elements as usize]);
+        let mut out = vec![0; self.data.0.len()];
+        let mut gradients = vec![0; 4 * elements as usize];
         let input = Columns { dtype: self.dtype(), element_count: elements, columns: &columns, base: self.base(), partners: &[] };
         codec.decode_gradient(&input, &mut out, &mut gradients).unwrap();
         assert_eq!(Hex(out), self.data);

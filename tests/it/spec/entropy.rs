@@ -54,7 +54,8 @@ fn decode(code: Vec<u8>, count: usize) -> Result<Vec<u8>, Error> {
 fn planes() {
     let mut kinds = [false; 6];
     for vector in vectors::<PlaneVector>("entropy.toml", "plane") {
-        let (symbols, code) = (vector.symbols.bytes(), vector.code.bytes());
+        let symbols = vector.symbols.bytes();
+        let code = vector.code.bytes();
         kinds[usize::from(code[1])] = true;
         let decoded = decode(code.clone(), symbols.len()).unwrap_or_else(|e| panic!("{}: {e}", vector.name));
         assert!(decoded == symbols, "{}: decodes to {:?}", vector.name, Hex(decoded));

@@ -149,7 +149,8 @@ fn log_entries() {
         assert_eq!((entry.encode().unwrap().0.as_slice(), digest.to_hex()), (vector.text.as_bytes(), vector.digest));
     }
     for vector in vectors::<EntryInline>("log.toml", "entry_inline") {
-        let (text, limits) = (Bytes::from(vector.text), Limits::default());
+        let text = Bytes::from(vector.text);
+        let limits = Limits::default();
         assert_eq!(LogEntry::decode(&text, vector.sequence, &limits).unwrap().1.to_hex(), vector.digest);
         let manifest = Digest::from_hex(&vector.manifest).unwrap();
         let inline = InlineSnapshot::decode(&text, vector.sequence, manifest, &limits).unwrap();

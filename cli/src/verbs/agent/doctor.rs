@@ -76,7 +76,8 @@ pub(super) fn run(args: &Args, folder: Option<&Path>) -> Result<Outcome> {
         }
     }
     let count = |state| checks.iter().filter(|check| check.state == state).count() as u64;
-    let (failed, warnings) = (count(CheckState::Failed), count(CheckState::Warning));
+    let failed = count(CheckState::Failed);
+    let warnings = count(CheckState::Warning);
     text.line(match (failed, warnings) {
         (0, 0) => "all is well".to_owned(),
         _ => format!("{}, {}", counted(failed, "failure", "failures"), counted(warnings, "warning", "warnings")),

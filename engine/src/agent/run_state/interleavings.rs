@@ -98,7 +98,8 @@ impl Model {
                 }
             }
             Trainer::Published { attachment, generation } => go(&|m| {
-                let (queue_depth, time_ms) = (m.state.queue_depth(m.waiting_states()), 0);
+                let queue_depth = m.state.queue_depth(m.waiting_states());
+                let time_ms = 0;
                 let note = SaveNote { step: generation, generation, stall_ms: 0.0, copy_ms: 0.0, bytes: 1, time_ms };
                 m.apply(Event::SavedSnapshot { rank: 0, note, queue_depth });
                 m.trainer = Trainer::Idle { attachment };
@@ -299,7 +300,8 @@ impl Model {
                 }
                 let copied = memory.iter().filter(|generation| m.tier.insert(**generation)).count() as u64;
                 let times = UploadTimes { upload_ms: 0.0, ahead_bytes: 0, time_ms: 0 };
-                let (sequence, encoded) = (memory.len() as u64, BTreeMap::from([(0, encoded)]));
+                let sequence = memory.len() as u64;
+                let encoded = BTreeMap::from([(0, encoded)]);
                 let step = memory.last().copied();
                 let sources = BTreeSet::from([epoch]);
                 let upload = Upload { tier: 0, encoded, epoch, sources, sequence, step, pending_before, copied, times };

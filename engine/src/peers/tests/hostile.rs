@@ -71,11 +71,13 @@ impl Drop for Hostile {
 impl Hostile {
     pub(super) async fn start(root: &Path, lie: Lie) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (address, root) = (listener.local_addr().unwrap(), root.to_owned());
+        let address = listener.local_addr().unwrap();
+        let root = root.to_owned();
         let task = tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                let (root, lie) = (root.clone(), lie.clone());
+                let root = root.clone();
+                let lie = lie.clone();
                 connections.spawn(async move {
                     // The client closes connections as it likes.
                     let _ = converse(stream, &root, &lie).await;
@@ -101,7 +103,8 @@ async fn converse(mut stream: TcpStream, root: &Path, lie: &Lie) -> std::io::Res
         let head = String::from_utf8_lossy(&buffer).into_owned();
         buffer.clear();
         let mut words = head.split(' ');
-        let (method, path) = (words.next().unwrap().to_owned(), words.next().unwrap().to_owned());
+        let method = words.next().unwrap().to_owned();
+        let path = words.next().unwrap().to_owned();
         let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_owned));
         respond(&mut stream, root, lie, &method, &path, range.as_deref()).await?;
     }
@@ -132,7 +135,8 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
         let middle = body.len() / 2;
         body[middle] ^= 1;
     }
-    let (size, mut status) = (body.len(), "200 OK");
+    let size = body.len();
+    let mut status = "200 OK";
     let mut headers = "Tensorcask-Peers: 1 0.0.0\r\nETag: \"1\"\r\nLast-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n".to_owned();
     if let (Some((first, last)), false) = (range.and_then(|range| range.split_once('-')), matches!(lie, Some(Kind::Whole))) {
         let (first, last): (usize, usize) = (first.parse().unwrap(), last.trim().parse().unwrap());
@@ -223,7 +227,8 @@ async fn copy_from(host: &Host, lie: Lie) -> Error {
 
 #[tokio::test]
 async fn a_lie_about_any_object_is_an_error() {
-    let (host, other) = (Host::new(), Host::new());
+    let host = Host::new();
+    let other = Host::new();
     save_steps(&host, 0, 1..=3).await;
     save_steps(&other, 0, 1..=2).await;
     let other = other.folder.memory(0);
@@ -261,12 +266,14 @@ async fn a_lie_about_any_object_is_an_error() {
 /// A store of another run in place of the whole store: nothing of it is copied.
 #[tokio::test]
 async fn another_run_is_refused() {
-    let (host, other) = (Host::new(), Host::new());
+    let host = Host::new();
+    let other = Host::new();
     save_steps(&host, 0, 1..=3).await;
     save_steps(&other, 0, 1..=5).await;
     let scratch = tempfile::tempdir().unwrap();
     let destination = Store::open(scratch.path().join("copy").to_str().unwrap()).unwrap();
-    let (server, hostile) = (host.serve(None).await, other.serve(None).await);
+    let server = host.serve(None).await;
+    let hostile = other.serve(None).await;
     maintain::copy(&server.peer(None).store("memory-0"), &destination, &CopyOptions::default()).await.unwrap();
     let error = maintain::copy(&hostile.peer(None).store("memory-0"), &destination, &CopyOptions::default()).await.unwrap_err();
     assert!(error.to_string().contains("another run"), "{error}");

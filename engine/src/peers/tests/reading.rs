@@ -31,7 +31,8 @@ async fn a_store_read_from_a_peer_equals_the_original() {
         let options = StoreOptions { inline_bytes: 0, ..StoreOptions::default() };
         let copied = options.open(scratch.path().join("copy").to_str().unwrap()).unwrap();
         assert_eq!(maintain::copy(&store, &copied, &CopyOptions::default()).await.unwrap().snapshots, 4);
-        let (ours, theirs) = (files_below(&scratch.path().join("copy")), files_below(&host.folder.memory(0)));
+        let ours = files_below(&scratch.path().join("copy"));
+        let theirs = files_below(&host.folder.memory(0));
         let casks = |files: Vec<String>| files.into_iter().filter(|file| file.starts_with("casks")).collect::<Vec<_>>();
         for cask in casks(ours.clone()) {
             let read = |root: &std::path::Path| std::fs::read(root.join(&cask)).unwrap();
@@ -96,7 +97,8 @@ async fn sixty_four_hosts_are_served_while_they_keep_idle_connections() {
 /// Passes connections on to a server, and counts them.
 async fn counted(server: std::net::SocketAddr) -> (std::net::SocketAddr, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (address, count) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let address = listener.local_addr().unwrap();
+    let count = Arc::new(AtomicUsize::new(0));
     let counter = count.clone();
     tokio::spawn(async move {
         loop {

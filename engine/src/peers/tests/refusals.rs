@@ -43,13 +43,15 @@ async fn ask_as(version: &str, address: SocketAddr, method: &str, path: &str, he
 async fn only_objects_of_this_run_are_served() {
     let host = Host::new();
     save_steps(&host, 0, 1..=1).await;
-    let (root, memory) = (host.folder.root(), host.folder.memory(0));
+    let root = host.folder.root();
+    let memory = host.folder.memory(0);
     std::fs::write(root.join("run.json"), "secret").unwrap();
     symlink(root.join("run.json"), memory.join("log/link.json")).unwrap();
     symlink("/etc", memory.join("etc")).unwrap();
     symlink(&memory, root.join("memory-9")).unwrap();
     let server = host.serve(None).await;
-    let (address, key) = (server.address, key());
+    let address = server.address;
+    let key = key();
     let get = |path: &str| {
         let path = path.replace("KEY", &key);
         async move { ask(address, "GET", &path, "").await }
@@ -94,7 +96,8 @@ async fn ranges_and_large_requests() {
     let host = Host::new();
     save_steps(&host, 0, 1..=1).await;
     let server = host.serve(None).await;
-    let (address, path) = (server.address, format!("/{}/memory-0/store.json", key()));
+    let address = server.address;
+    let path = format!("/{}/memory-0/store.json", key());
     let bytes = std::fs::read(host.folder.memory(0).join("store.json")).unwrap();
     let part = ask(address, "GET", &path, "Range: bytes=2-5\r\n").await;
     assert!(
@@ -201,7 +204,8 @@ async fn certificates_expire_and_are_renewed_while_both_sides_run() {
     save_steps(&host, 0, 1..=2).await;
     let folder = host.tls_folder();
     let made = certificates(&folder, RUN);
-    let (ours, theirs) = (tls(&made.hosts[0]), tls(&made.hosts[1]));
+    let ours = tls(&made.hosts[0]);
+    let theirs = tls(&made.hosts[1]);
     let server = host.serve(Some(ours.clone())).await;
     assert_newest(&server.peer(Some(theirs.clone())).store("memory-0"), 2).await;
     let first = ours.server();

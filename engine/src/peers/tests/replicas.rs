@@ -347,7 +347,8 @@ async fn forged_casks_with_forged_receipts_are_refused() {
     job.save(3).await;
     let forger = job.forge(3, Some(&made.hosts[1])).await;
     let place = |server: &Server| -> Place { Arc::new(CheckedPlace::new(server.peer(None).place("mirror"), proof(&made.hosts[1]))) };
-    let (lying, honest) = (forger.serve(None).await, job.hosts[0].host.serve(None).await);
+    let lying = forger.serve(None).await;
+    let honest = job.hosts[0].host.serve(None).await;
     let union = union_store(vec![listed(place(&lying)).await, listed(place(&honest)).await], u64::MAX);
     let session = SessionName { run: job.store.history().run().await.unwrap(), session: job.id };
     let saved = |store: &Store| {

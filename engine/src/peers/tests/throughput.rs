@@ -21,7 +21,8 @@ const ROUNDS: usize = 5;
 async fn plain_copy(files: Vec<std::path::PathBuf>, to: &std::path::Path, server: Arc<Tls>, client: Arc<Tls>) -> f64 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let (acceptor, sent) = (TlsAcceptor::from(server.server()), files.clone());
+    let acceptor = TlsAcceptor::from(server.server());
+    let sent = files.clone();
     let sending = tokio::spawn(async move {
         let mut stream = acceptor.accept(listener.accept().await.unwrap().0).await.unwrap();
         for file in sent {
@@ -58,7 +59,8 @@ async fn throughput() {
     let mut job = Job::begin().await;
     job.commit_noise(1, ROW_BYTES).await;
     let made = certificates(&job.scratch.path().join("tls"), RUN);
-    let (ours, theirs) = (tls(&made.hosts[0]), tls(&made.hosts[1]));
+    let ours = tls(&made.hosts[0]);
+    let theirs = tls(&made.hosts[1]);
     let server = job.hosts[0].host.serve(Some(ours.clone())).await;
     let mirror = job.hosts[0].host.folder.mirror();
     let files: Vec<_> = files_below(&mirror).into_iter().filter(|file| file.starts_with("casks")).map(|file| mirror.join(file)).collect();
