@@ -237,6 +237,8 @@ _NUMPY: dict[str, Any] = {
         for name, base in (("multiarray._reconstruct", _Array), ("multiarray.scalar", _Scalar), ("numeric._frombuffer", _Array))
     },
 }
+# Python 2 had other names for two modules. Python 3.13 writes a module of its own for paths, which older versions do not have.
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 _PATHS = {f"pathlib.{kind}" for kind in ("Path", "PosixPath", "PurePosixPath", "PurePath", "WindowsPath", "PureWindowsPath")}
 
 
@@ -260,8 +262,7 @@ class Unpickler(_InPython):  # type: ignore[misc]
         self.refused: dict[str, None] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        # Names of Python 2.
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        module = _RENAMED.get(module, module)
         full = f"{module}.{name}"
         if full not in self._classes:
             self._classes[full] = self._find(full)

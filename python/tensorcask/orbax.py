@@ -1,4 +1,4 @@
-"""Orbax checkpoints in a tensorcask store, for the ``CheckpointManager`` of its API v0.
+"""Orbax checkpoints in a tensorcask store, for the ``CheckpointManager`` of its API v0. For API v1, see :mod:`tensorcask.orbax_v1`.
 
     with orbax.checkpoint.CheckpointManager("/ckpt") as manager:
         manager.save(step, args=tensorcask.orbax.Save(tree))
@@ -19,7 +19,7 @@ counterpart in ``tree`` (``jax.ShapeDtypeStruct`` is enough), and this process r
 The name of a step's folder is the step: ``100``, ``step_100``, ``checkpoint_100`` and so on. With another
 ``step_prefix``, pass ``Save(..., step=)``.
 
-Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default``, and ``tensorcask-<name>`` for other
+Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default`` and ``state``, and ``tensorcask-<name>`` for other
 items. Without an engine, a tree with arrays of several processes is refused. An engine takes one item. A manager that
 deletes old steps leaves their snapshots; :func:`tidy` forgets them.
 """
@@ -53,6 +53,9 @@ __all__ = ["Handler", "Restore", "Save", "tidy"]
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # User facts of a snapshot: its item, and the step of the folder that names it.
 _ITEM, _FOLDER = "orbax_item", "orbax_step"
+# Items whose store has no suffix: the names that APIs v0 and v1 give to the only item.
+_DEFAULT = "default"
+_MAIN_ITEMS = (_DEFAULT, "state")
 # A leaf that another process saves.
 _ABSENT = object()
 _saving = threading.Lock()
@@ -67,49 +70,13 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: Save) -> list[Any]:
         folder = Path(os.fspath(directory))
-        step_folder, numbered = _step_of(folder, args.step)
-        step = numbered if args.step is None else args.step
-        item = "default" if step_folder == folder else folder.name.split(_TEMPORARY)[0]
-        if args.engine is not None:
-            return self._save_through(args.engine, folder, step, args, {_ITEM: item, _FOLDER: numbered})
-        state = _nested(args.item)
-        beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
-        store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
-        # The manager decides whether a step may be saved again.
-        options = {"overwrite": True, **args.options}
-        options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
+        finish = _begin_save(folder, args)
 
-        def save() -> None:
-            # Each item has its own handler and thread. Two items may share a store by mistake.
-            with _saving:
-                other = _item_of(store, step)
-                if other not in (None, item):
-                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}. Pass another store for {item!r}")
-                saved = store.save(state, step=step, **options)
-            _markers.write(folder, address, step, saved.id)
-
-        async def save_in_turn() -> None:
-            await asyncio.wrap_future(self._worker.submit(save))
+        async def finish_in_turn() -> None:
+            await asyncio.wrap_future(self._worker.submit(finish))
 
         # Orbax makes the folder in the background, and signals when it is there.
-        return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(save_in_turn(), name="tensorcask-orbax")]
-
-    def _save_through(self, engine: Engine, folder: Path, step: int, args: Save, user: dict[str, Any]) -> list[Any]:
-        if args.store is not None or args.options.keys() - {"user"}:
-            raise TypeError("pass the store and the options of saves to tensorcask.Engine")
-        engine.save(_nested(args.item, _parts), step=step, user={**(args.options.get("user") or {}), **user})
-
-        def wait() -> None:
-            waited = engine.wait("durable", step=step)
-            if not waited.reached:
-                raise _native.StorageError(f"step {step} did not get into {engine.store.url}: {waited.failures or waited.problem}")
-            if engine.rank == 0:
-                _markers.write(folder, _native.absolute_url(engine.store.url), step, engine.store.snapshot(step).id)
-
-        async def wait_in_turn() -> None:
-            await asyncio.wrap_future(self._worker.submit(wait))
-
-        return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(wait_in_turn(), name="tensorcask-orbax")]
+        return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(finish_in_turn(), name="tensorcask-orbax")]
 
     def save(self, directory: Any, args: Save) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -117,17 +84,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
                 future.result()
 
     def restore(self, directory: Any, args: Restore | None = None) -> Any:
-        args = args or Restore()
-        folder = Path(os.fspath(directory))
-        if args.engine is not None:
-            return _restore_through(args.engine, _markers.step_in(folder), args.item)
-        snapshot = _markers.snapshot_in(folder, args.store)
-        if snapshot is None:
-            raise _native.NotFoundError(f"{folder} has no {_markers.NAME}, so tensorcask.orbax did not save it")
-        nested, _ = snapshot.structure()
-        if args.item is None:
-            return snapshot.load(framework="numpy")
-        return jax.tree_util.tree_map_with_path(lambda path, like: _leaf(snapshot, nested, _keys(path), like), args.item)
+        return _restore(Path(os.fspath(directory)), args or Restore())
 
     def finalize(self, directory: Any) -> None:
         """Does nothing: the snapshot is committed."""
@@ -161,18 +118,71 @@ class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
-    """Forgets the snapshots of steps that a manager has deleted, and returns these steps.
+    """Forgets the snapshots of steps that a manager, or a ``Checkpointer`` of API v1, has deleted, and returns these steps.
 
     Snapshots of the manager's newest step and of newer steps stay, and so do snapshots that Orbax did not save.
-    ``store``: the store to tidy; by default the store of the item ``default``.
+    ``store``: the store to tidy; by default the store of the items ``default`` and ``state``.
     """
-    kept = set(manager.all_steps())
+    kept = set(manager.all_steps()) if hasattr(manager, "all_steps") else {found.step for found in manager.checkpoints}
     found = open_store(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
     numbered = [(info.step, info.user[_FOLDER]) for info in found.snapshots() if isinstance(info.user.get(_FOLDER), int) and not info.pinned]
     gone = [step for step, folder in numbered if folder not in kept and folder < max(kept, default=0)]
     if gone:
         found.forget(gone)
     return gone
+
+
+def _begin_save(folder: Path, args: Save) -> Callable[[], None]:
+    """Copies the tree, and returns the rest of the save, which needs the folder to exist."""
+    step_folder, numbered = _step_of(folder, args.step)
+    step = numbered if args.step is None else args.step
+    item = _DEFAULT if step_folder == folder else folder.name.split(_TEMPORARY)[0]
+    if args.engine is not None:
+        return _begin_save_through(args.engine, folder, step, args, {_ITEM: item, _FOLDER: numbered})
+    state = _nested(args.item)
+    # The manager decides whether a step may be saved again.
+    options = {"overwrite": True, **args.options}
+    options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
+    beside = "tensorcask" if item in _MAIN_ITEMS else f"tensorcask-{item}"
+    store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
+
+    def finish() -> None:
+        # Each item has its own thread. Two items may share a store by mistake.
+        with _saving:
+            other = _item_of(store, step)
+            if other not in (None, item):
+                raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}. Pass another store for {item!r}")
+            saved = store.save(state, step=step, **options)
+        _markers.write(folder, address, step, saved.id)
+
+    return finish
+
+
+def _begin_save_through(engine: Engine, folder: Path, step: int, args: Save, user: dict[str, Any]) -> Callable[[], None]:
+    if args.store is not None or args.options.keys() - {"user"}:
+        raise TypeError("pass the store and the options of saves to tensorcask.Engine")
+    engine.save(_nested(args.item, _parts), step=step, user={**(args.options.get("user") or {}), **user})
+
+    def finish() -> None:
+        waited = engine.wait("durable", step=step)
+        if not waited.reached:
+            raise _native.StorageError(f"step {step} did not get into {engine.store.url}: {waited.failures or waited.problem}")
+        if engine.rank == 0:
+            _markers.write(folder, _native.absolute_url(engine.store.url), step, engine.store.snapshot(step).id)
+
+    return finish
+
+
+def _restore(folder: Path, args: Restore) -> Any:
+    if args.engine is not None:
+        return _restore_through(args.engine, _markers.step_in(folder), args.item)
+    snapshot = _markers.snapshot_in(folder, args.store)
+    if snapshot is None:
+        raise _native.NotFoundError(f"{folder} has no {_markers.NAME}, so tensorcask.orbax did not save it")
+    nested, _ = snapshot.structure()
+    if args.item is None:
+        return snapshot.load(framework="numpy")
+    return jax.tree_util.tree_map_with_path(lambda path, like: _leaf(snapshot, nested, _keys(path), like), args.item)
 
 
 def _item_of(store: Store, step: int) -> str | None:
@@ -329,5 +339,5 @@ def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
     name = candidates[0].name.split(_TEMPORARY)[0]
     step = step_in(name)
     if step is None:
-        step = step_of(name, "Pass Save(..., step=)") if given is None else given
+        step = step_of(name, "Pass step= to Save or State") if given is None else given
     return candidates[0], step

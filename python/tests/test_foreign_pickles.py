@@ -192,6 +192,19 @@ def test_objects_of_allowed_subclasses_are_containers(tmp_path):
         imported({"both": Both({"a": 1})}, tmp_path, allow=[f"{__name__}.Both"])
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_of_any_python_is_imported(module, tmp_path, url):
+    """Python 3.13 pickles a path by the name of a module that other versions do not have."""
+    body = b"\x80\x02}X\x04\x00\x00\x00pathc" + module.encode() + b"\nPurePosixPath\nX\x01\x00\x00\x00aX\x01\x00\x00\x00b\x86Rs."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, content in {"data.pkl": body, "version": "3\n", "byteorder": "little"}.items():
+            archive.writestr(f"a/{name}", content)
+    with pytest.raises(tensorcask.UnsupportedError, match=r"holds objects of pathlib.PurePosixPath\."):
+        import_(tmp_path / "a.pt", url, step=1)
+    import_(tmp_path / "a.pt", url, step=1, allow=["pathlib.PurePosixPath"])
+    assert tensorcask.load(url) == {"path": "a/b"}
+
+
 class Tagged(torch.Tensor):
     pass
 

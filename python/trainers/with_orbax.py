@@ -1,4 +1,4 @@
-"""Orbax with JAX: a model whose weights are divided among the processes of a mesh."""
+"""Orbax with JAX: a model whose weights are divided among the processes of a mesh. $VARIANT: "v1" for Orbax's API v1, else API v0."""
 
 import os
 
@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
 import tensorcask
 import tensorcask.orbax
 from common import EVERY, STEPS, Run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tensorcask.orbax_v1 import State
 
 run = Run()
 jax.config.update("jax_platforms", "cpu")
@@ -55,7 +57,26 @@ def train(tree, step):
 
 # The folders of steps are on shared storage, and are not lost with a host.
 folder = os.path.abspath(f"{run.store}-steps")
-manager = ocp.CheckpointManager(folder)
+
+
+class ManagerOfV1:
+    """The calls below, in API v1."""
+
+    def __init__(self, folder):
+        self.checkpointer = v1.training.Checkpointer(folder)
+        self.wait_until_finished = self.checkpointer.wait
+
+    def latest_step(self):
+        return None if self.checkpointer.latest is None else self.checkpointer.latest.step
+
+    def save(self, step, args):
+        self.checkpointer.save_checkpointables_async(step, {"state": State(args.item, engine=args.engine)}, force=True)
+
+    def restore(self, step, args):
+        return self.checkpointer.load_checkpointables(step, {"state": State(args.item, engine=args.engine)})["state"].tree
+
+
+manager = ManagerOfV1(folder) if os.environ["VARIANT"] == "v1" else ocp.CheckpointManager(folder)
 
 # ANCHOR: lines
 engine = tensorcask.Engine(run.store, rank=jax.process_index(), world=jax.process_count())
