@@ -12,8 +12,9 @@ True
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _shard _dtypes _refusals _device _frameworks _convert _files _progress _source _subclasses _inert _unpickle _folders _foreign
 # _precision _state _state_search _steps _staging _planners _options _changed_rows _touched_rows _reports _html _mapped _snapshot _handle
-# _process_stores _sql _upkeep _hosts _peers _preemption _dcp_reader _dcp_paths torch _store _save_load _markers codec engine _ranks interchange weights
-# slime accelerate deepspeed lightning megatron orbax orbax_v1 torchft torchtitan transformers agent ray _conversions __main__
+# _process_stores _sql _upkeep _hosts _peers _preemption _dcp_reader _dcp_paths torch _store _save_load _markers codec engine _ranks
+# _run_parts _run_saver _run interchange weights slime accelerate deepspeed lightning megatron orbax orbax_v1 torchft torchtitan transformers agent
+# ray _conversions __main__
 
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
@@ -56,6 +57,7 @@ from ._reports import (
     TimeEstimate,
     VerifyReport,
 )
+from ._run import Run
 from ._save_load import load, load_async, save, save_async
 from ._shard import Shard
 from ._snapshot import Snapshot
@@ -91,6 +93,7 @@ __all__ = [
     "RawTensor",
     "RoundingChoice",
     "RoundingReport",
+    "Run",
     "Saved",
     "Shard",
     "Snapshot",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from ._frameworks import framework_of, lend, place
 from ._shard import is_part
 from ._state import flat_arrays
 from ._store import Store, open_store
-from .engine import Engine, Restored
+from .engine import Engine, Outcome, Restored
 
 Target = Store | Engine | str | os.PathLike[str]
 
@@ -88,13 +89,13 @@ def barrier(engine: Engine) -> None:
         dist.barrier()
 
 
-def save(engine: Engine, state: Mapping[str, Any], own: Mapping[str, Any], step: int, user: Mapping[str, Any] | None = None) -> None:
+def save(engine: Engine, state: Mapping[str, Any], own: Mapping[str, Any], step: int, user: Mapping[str, Any] | None = None) -> Outcome:
     """Saves a state that all ranks have, in shards or in copies, and values of this rank.
 
     The first rank of each host saves the tensors that all ranks have.
     """
     shared = state if is_leader(engine) else _without_copies(state)
-    engine.save({**shared, _own_key(engine): without_tensors(own)}, step=step, user=user)
+    return engine.save({**shared, own_key(engine.rank): without_tensors(own)}, step=step, user=user)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,14 @@ class Loaded:
     own: dict[str, Any]
     is_own: bool
     user: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: int, saved: Mapping[str, Any], target: Mapping[str, Any], rank: int, user: dict[str, Any]) -> Loaded:
+        """Takes a saved state apart. ``target``: the tensors that were filled."""
+        values = {key: value for key, value in saved.items() if not key.startswith(_OWN)}
+        own = saved.get(own_key(rank))
+        plain = saved.get(own_key(0), {}) if own is None else own
+        return cls(step, filled(target, values), with_tensors(plain), own is not None, user)
 
 
 Template = Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -132,10 +141,7 @@ def load(engine: Engine, state: Template, step: int | str = "latest", *, partial
         return None
     if engine.world > 1:
         _send_copies(state)
-    values = {key: value for key, value in found.state.items() if not key.startswith("rank_")}
-    own = found.state.get(_own_key(engine))
-    plain = found.state.get("rank_0", {}) if own is None else own
-    return Loaded(found.step, filled(state, values), with_tensors(plain), own is not None, found.user)
+    return Loaded.of(found.step, found.state, state, engine.rank, found.user)
 
 
 def optimizer_state(model: Any, *optimizers: Any) -> dict[str, Any]:
@@ -182,6 +188,27 @@ def set_optimizer_state(state: dict[str, Any], model: Any, *optimizers: Any) -> 
         set_optimizer_state_dict(model, optimizers, state, options=StateDictOptions(strict=False))
 
 
+def optimizers_of_models(models: Sequence[Any], optimizers: Iterable[Any]) -> list[list[Any]]:
+    """The optimizers of each model: those of its parameters."""
+    known = [{id(parameter) for parameter in model.parameters()} for model in models]
+    found: list[list[Any]] = [[] for _ in models]
+    for optimizer in optimizers:
+        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        at = next((at for at, ids in enumerate(known) if theirs <= ids), None)
+        if at is None:
+            raise _native.UnsupportedError(
+                "an optimizer has parameters of several models, or of none. Use one optimizer per model, or one module that holds these models"
+            )
+        found[at].append(optimizer)
+    return found
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether each step of an optimizer needs a function, as of LBFGS. PyTorch cannot make the state of a new one then."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 @contextmanager
 def untouched(optimizers: Iterable[Any]) -> Iterator[None]:
     """Takes away the moments that a load has made for new optimizers, if the load fails."""
@@ -194,8 +221,12 @@ def untouched(optimizers: Iterable[Any]) -> Iterator[None]:
         raise
 
 
-def _own_key(engine: Engine) -> str:
-    return f"rank_{engine.rank}"
+_OWN = "rank_"
+
+
+def own_key(rank: int) -> str:
+    """Key of the values of a rank."""
+    return f"{_OWN}{rank}"
 
 
 def _without_copies(value: Any) -> Any:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _collector, _foreign, _native, _precision, _source, _state
 from ._changed_rows import Rows, RowSource, save_with_rows
@@ -17,10 +17,10 @@ from ._native import Saved
 from ._options import (
     BaseCache,
     Check,
-    Free,
     Device,
     DType,
     Framework,
+    Free,
     LoadOptions,
     Objective,
     Policy,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["RawTensor", "Store", "open_store"]
 
 _log = logging.getLogger("tensorcask")
+_T = TypeVar("_T")
 
 
 class Store(Upkeep):
@@ -255,13 +256,14 @@ class Store(Upkeep):
             strip_prefix=strip_prefix,
             mmap=mmap,
         )
-        wanted = step_or_latest(step)
         with watching(self.native(), progress, f"load step {step}"):
-            return self._load(wanted, strict, options)
+            return self.read_step(step, lambda snapshot: snapshot.load_with(options), strict=strict)
 
-    def _load(self, step: int | None, strict: bool, options: LoadOptions) -> Any:
-        if step is not None or strict:
-            return self.snapshot("latest" if step is None else step).load_with(options)
+    def read_step(self, step: Step, read: Callable[[Snapshot], _T], *, strict: bool = False) -> _T:
+        """Returns what a function reads from the snapshot of a step. If the newest step is damaged, calls it for the step before."""
+        wanted = step_or_latest(step)
+        if wanted is not None or strict:
+            return read(self.snapshot("latest" if wanted is None else wanted))
         passed_over: list[str] = []
         first: _native.CorruptionError | None = None
         while True:
@@ -275,7 +277,7 @@ class Store(Upkeep):
             passed_over += [id for _, id, _ in skipped]
             snapshot = Snapshot(native, self.native())
             try:
-                return snapshot.load_with(options)
+                return read(snapshot)
             except _native.CorruptionError as error:
                 # Its indexes are intact, some pages are not.
                 _log.warning("step %d cannot be rebuilt; trying an older step: %s", snapshot.step, error)

@@ -113,13 +113,5 @@ def _in_order(states: Mapping[str, Any]) -> list[Any]:
 
 def _pairs(accelerator: Any) -> list[tuple[Any, list[Any]]]:
     """Each model with its optimizers."""
-    pairs: list[tuple[Any, list[Any]]] = [(model, []) for model in accelerator._models]
-    known = [{id(parameter) for parameter in model.parameters()} for model in accelerator._models]
-    for wrapped in accelerator._optimizers:
-        optimizer = getattr(wrapped, "optimizer", wrapped)
-        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        at = next((at for at, ids in enumerate(known) if theirs <= ids), None)
-        if at is None:
-            raise _native.UnsupportedError("an optimizer has parameters of several models, or of none; use one optimizer per model")
-        pairs[at][1].append(optimizer)
-    return pairs
+    optimizers = [getattr(wrapped, "optimizer", wrapped) for wrapped in accelerator._optimizers]
+    return list(zip(accelerator._models, _ranks.optimizers_of_models(accelerator._models, optimizers), strict=True))

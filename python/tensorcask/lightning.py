@@ -31,7 +31,6 @@ says otherwise. ``save_hyperparameters`` works with plain values, but not with o
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -195,7 +194,7 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         found = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if _needs_closure(found):
+        if _ranks.needs_closure(found):
             state: dict[str, Any] = found.state_dict()
             return state
         return _ranks.optimizer_state(self._module(), found)
@@ -212,7 +211,7 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if _needs_closure(optimizer):
+            if _ranks.needs_closure(optimizer):
                 optimizer.load_state_dict(saved)
             else:
                 _ranks.set_optimizer_state(saved, self._module(), optimizer)
@@ -260,7 +259,7 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
             if "optimizer_states" not in saved:
                 return target
             states = list(zip(optimizers, saved["optimizer_states"], strict=False))
-            unfilled.update(at for at, (optimizer, _) in enumerate(states) if _needs_closure(optimizer))
+            unfilled.update(at for at, (optimizer, _) in enumerate(states) if _ranks.needs_closure(optimizer))
             templates = [{} if at in unfilled else _ranks.optimizer_template(state, module, found) for at, (found, state) in enumerate(states)]
             return {**target, "optimizer_states": templates}
 
@@ -347,12 +346,6 @@ class ModelParallelStrategy(_ThroughEngine, _ModelParallelStrategy):  # type: ig
     def __init__(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._begin(store, engine)
-
-
-def _needs_closure(optimizer: Any) -> bool:
-    """Whether each step of an optimizer needs a function, as of LBFGS. PyTorch cannot make the state of a new one then."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class _Nothing(dict[str, Any]):

@@ -93,6 +93,27 @@ def test_the_example_of_fsdp2(tmp_path):
     assert whole == killed | resumed == resumed | killed
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_the_guide_to_runs(tmp_path, host_memory):
+    """A process that trains further, and two ranks: one is killed, and the next start goes on to the losses of a run that was not."""
+    alone, ranks, *_ = blocks("run.md", "python")
+    for last in (5, 8):
+        subprocess.run([sys.executable, "-c", alone.replace("run.resume(), 5", f"run.resume(), {last}")], cwd=tmp_path, check=True)
+        assert tensorcask.Store(tmp_path / "runs" / "guide").steps == list(range(last))
+
+    def is_successful(store, kill=""):
+        program = "import os, signal, torch\ntorch.manual_seed(0)\n" + ranks.replace("runs/fsdp2", store).replace("loss=loss)\n", f"loss=loss)\n{kill}")
+        (tmp_path / "train.py").write_text(program)
+        torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+        return subprocess.run(torchrun, cwd=tmp_path).returncode == 0
+
+    assert is_successful("whole")
+    assert not is_successful("killed", "        if step == 7 and os.environ['RANK'] == '0':\n            os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert is_successful("killed")
+    whole, killed = ({info.step: info.user["loss"] for info in tensorcask.Store(tmp_path / store).snapshots()} for store in ("whole", "killed"))
+    assert list(whole) == list(range(20)) and killed == whole
+
+
 def run_example(folder, name, **variables):
     """Runs the example of the guide to trackers that names a module."""
     [example] = [block for block in blocks("trackers.md", "python") if name in block]
