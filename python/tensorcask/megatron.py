@@ -15,14 +15,15 @@ Through the engine, a save stops the training for one copy in memory, and a kill
     state = megatron.load(sharded_state_dict, folder, engine=engine)
 
 Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save, or
-``megatron.SaveStrategy(engine=engine)`` and ``async_sharded_save=True``.
-Loading needs only an import of this module. Tensors and sharded objects of all ranks become one snapshot in the store.
-The parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
+``megatron.SaveStrategy(engine=engine)`` and ``async_sharded_save=True``. It passes ``sharded_strategy=megatron.LoadStrategy()``
+to load. A script that calls ``megatron.training.pretrain``, such as ``pretrain_gpt.py``, calls :func:`install` first.
+Tensors and sharded objects of all ranks become one snapshot in the store.
+The parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16 to 0.19.
 
 The folder's name is the step, such as ``iter_0000100``. The store is ``<parent of the folder>/tensorcask``, unless
-``TENSORCASK_URL`` or an argument names another store. The folder holds the files that Megatron writes
-(``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which names the snapshot. The store keeps
-``common.pt`` too, so :func:`load` can rebuild a lost folder.
+``TENSORCASK_URL`` or an argument names another store. The folder holds Megatron's ``metadata.json`` and ``common.pt``,
+and a marker, ``tensorcask.json``, which names the snapshot. The store keeps ``common.pt`` too, so :func:`load` can
+rebuild a lost folder. Megatron Core 0.19 no longer writes ``common.pt``, but reads it; this module writes it then.
 
 Values in sharded objects are stored without pickle (``spec/tree.md``): tensors, arrays, containers, dtypes, numbers,
 text and bytes. An error names the path of any other value. Megatron itself writes and reads ``common.pt`` by
@@ -44,6 +45,7 @@ Arguments override variables. All ranks need the same settings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -51,6 +53,7 @@ import shutil
 import tempfile
 import threading
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,17 +61,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, package_info
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    StrategyAction,
-    register_default_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -84,12 +82,16 @@ from ._store import Store
 from .engine import Engine
 from .torch import Writer
 
-__all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]
+__all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "install", "latest", "load", "save"]
 
 BACKEND = "tensorcask"
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 1
 _COMMON = "common.pt"
+# Key of the object that holds the plain values since Megatron Core 0.19. Earlier versions write common.pt themselves.
+_COMMON_STATE = "common_state" if package_info.VERSION[:2] >= (0, 19) else None
+# File that marks a folder of Megatron's own format.
+_OWN_METADATA = ".metadata"
 # Keys of objects that another rank saves, too.
 _COPIES = "tensorcask.copies_of_rank_"
 # Seconds between two looks at the state of a save.
@@ -114,8 +116,12 @@ def save(
     Megatron's queue of asynchronous calls; the tracker file is written when it is finalized. ``options`` are those of
     ``dist_checkpointing.save``.
     """
+    if engine is not None and strategy is not None:
+        raise TypeError("pass a strategy or an engine: SaveStrategy(engine=engine) has both")
     folder = Path(checkpoint_dir)
     step = _step(folder)
+    chosen = SaveStrategy(engine=engine) if engine is not None else strategy or _default()
+    uses = _uses(chosen, SaveStrategy)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _unmark(folder)
@@ -127,13 +133,15 @@ def save(
         dist.barrier()
 
     if engine is not None:
-        chosen = SaveStrategy(engine=engine)
-        request: Any = dist_checkpointing.save(
-            sharded_state_dict, str(folder), sharded_strategy=chosen, async_sharded_save=True, **options
-        )
+        options["async_sharded_save"] = True
+    request: Any = dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=chosen, **options)
+    if _uses(chosen, SaveStrategy) == uses:
+        if dist.get_rank() == 0:
+            _unmark(folder)
+        raise _native.UnsupportedError(f"{folder}: {_ignored('wrote its own files')}")
+    if request is not None:
         request.add_finalize_fn(write_tracker)
         return request
-    dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy or _default(), **options)
     write_tracker()
     return None
 
@@ -148,16 +156,22 @@ def load(
 ) -> Any:
     """Loads by ``dist_checkpointing.load`` from a store, or with ``engine`` from the nearest place. Call it on all ranks. A missing
     folder is rebuilt."""
+    if engine is not None and strategy is not None:
+        raise TypeError("pass a strategy or an engine: LoadStrategy(engine=engine) has both")
     folder = Path(checkpoint_dir)
     strategy = strategy or LoadStrategy(engine=engine)
+    uses = _uses(strategy, LoadStrategy)
     # Rank 0 rebuilds a shared folder. If the folder is not shared, every rank does; repeating it is harmless.
     for is_mine in (dist.get_rank() == 0, True):
         failures: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, strategy.try_folder(folder) if is_mine else None)
+        dist.all_gather_object(failures, _inner(strategy).try_folder(folder) if is_mine else None)
         failure = next((failure for failure in failures if failure is not None), None)
         if failure is not None:
             raise failure
-    return dist_checkpointing.load(sharded_state_dict, str(folder), sharded_strategy=strategy, **options)
+    loaded = dist_checkpointing.load(sharded_state_dict, str(folder), sharded_strategy=strategy, **options)
+    if _uses(strategy, LoadStrategy) == uses:
+        raise _native.UnsupportedError(f"{folder}: {_ignored('read its own files')}")
+    return loaded
 
 
 def latest(root: str | os.PathLike[str], *, engine: Engine | None = None) -> Path:
@@ -175,7 +189,34 @@ def latest(root: str | os.PathLike[str], *, engine: Engine | None = None) -> Pat
     return Path(root) / f"iter_{int(text):07}"
 
 
-class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
+def install(*, save: SaveStrategy | None = None, load: LoadStrategy | None = None) -> None:
+    """Makes ``megatron.training`` save and load through these strategies, or through new ones. Call it before
+    ``megatron.training.pretrain``, such as at the start of ``pretrain_gpt.py``, on all ranks.
+
+    ``pretrain`` itself takes no strategy. Use ``--ckpt-format torch_dist``; with other formats, Megatron would write its own
+    files, so they are refused. ``--async-save`` needs ``save=SaveStrategy(engine=engine)``. Checkpoints that Megatron has
+    saved in the format ``torch_dist`` still load.
+    """
+    from megatron.training import checkpointing
+
+    given = {"TorchDistSaveShardedStrategy": save or SaveStrategy(), "TorchDistLoadShardedStrategy": load or LoadStrategy()}
+    if not all(hasattr(checkpointing, name) for name in (*given, "generate_state_dict")):
+        raise _native.UnsupportedError(f"megatron.training of Megatron Core {package_info.__shortversion__} makes its strategies in another way")
+    for name, strategy in given.items():
+        setattr(checkpointing, name, lambda *_, _strategy=strategy, **__: _strategy)
+    generate = getattr(checkpointing.generate_state_dict, "__wrapped__", checkpointing.generate_state_dict)
+
+    @functools.wraps(generate)
+    def generate_state_dict(args: Any, *rest: Any, **options: Any) -> Any:
+        if args.ckpt_format != "torch_dist":
+            raise _native.UnsupportedError(f"--ckpt-format {args.ckpt_format} does not use tensorcask. Use --ckpt-format torch_dist")
+        return generate(args, *rest, **options)
+
+    checkpointing.generate_state_dict = generate_state_dict
+
+
+# Megatron Core 0.17 and later ignore a strategy that is not of this class.
+class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one strategy for all saves, so that deltas find their
     base.
 
@@ -191,31 +232,31 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         # Megatron overwrites the folder of an iteration that it reaches again.
         self._options = {"overwrite": True, **_from_environment(), **options}
         self._writers: dict[str, Writer] = {}
+        self._uses = 0
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
-        return True
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore") -> Any:
+        self._uses += 1
         if self._engine is None:
             raise _native.UnsupportedError("async_sharded_save=True needs an engine: SaveStrategy(engine=tensorcask.Engine(...))")
         folder = Path(checkpoint_dir)
         step, engine = _step(folder), self._engine
         if dist.get_rank() == 0:
             _unmark(folder)
+        sharded_state_dict, common = _take_common(sharded_state_dict, folder)
         objects, shards = _values(sharded_state_dict, is_wanted=lambda value: is_main_replica(value.replica_id))
         copies, _ = _values(sharded_state_dict, is_wanted=lambda value: isinstance(value, ShardedObject) and not is_main_replica(value.replica_id))
         state: dict[str, Any] = {**_ranks.without_tensors(objects), **{key: Shards(tuple(map(_shard, found))) for key, found in shards.items()}}
-        if dist.get_rank() == 0 and (folder / _COMMON).exists():
-            state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
+        if common is not None:
+            state[_COMMON] = common
         # A rank that restores from its own memory needs the objects that other ranks save.
         engine.save({**state, _copies_of(engine): _ranks.without_tensors(copies)}, step=step)
-        return _request_of(engine, folder, step)
+        return _request_of(engine, folder, step, _request_class(async_strategy))
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         if self._engine is not None:
-            super().save(sharded_state_dict, Path(checkpoint_dir))
+            self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
             return
+        self._uses += 1
         folder = Path(checkpoint_dir)
         step = _step(folder)
         store, address = _store_of(self._store, folder)
@@ -224,32 +265,32 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         writer = self._writers[store.url]
         if dist.get_rank() == 0:
             _unmark(folder)
+        sharded_state_dict, common = _take_common(sharded_state_dict, folder)
         objects, shards = _values(sharded_state_dict, is_wanted=lambda value: is_main_replica(value.replica_id))
         state: dict[str, Any] = dict(objects)
         state.update({key: _Shards(found) for key, found in shards.items()})
-        if dist.get_rank() == 0 and (folder / _COMMON).exists():
-            state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
+        if common is not None:
+            state[_COMMON] = common
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
         if writer.saved is not None:
             _markers.write(folder, address, step, writer.saved.id)
 
 
-class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
+class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads its own shards, into its own tensors: from the store,
-    or through ``engine`` from the nearest place."""
+    or through ``engine`` from the nearest place. A folder in Megatron's own format is read by Megatron."""
 
     def __init__(self, store: Store | str | None = None, *, engine: Engine | None = None) -> None:
         super().__init__()
         self._store, self._engine = store if engine is None else engine.store, engine
         self._restored: tuple[int, dict[str, Any]] | None = None
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
-        return True
+        self._uses = 0
+        # Since Megatron Core 0.19: otherwise a strategy has to fill quantized tensors, such as fp8 weights.
+        self.stream_ckpt_dequant = False
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != BACKEND:
+        if loaded_backend not in (BACKEND, "torch_dist"):
             raise _native.UnsupportedError(f"the checkpoint has backend {loaded_backend!r}; this strategy reads {BACKEND!r}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
@@ -258,8 +299,11 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
                 f"the checkpoint has version {loaded_version} of backend {BACKEND!r}; this package reads version {_VERSION}"
             )
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore") -> Any:
+        self._uses += 1
         folder = Path(checkpoint_dir)
+        if (folder / _OWN_METADATA).exists():
+            return super().load(sharded_state_dict, folder)
         if self._engine is not None:
             return self._load_through(self._engine, sharded_state_dict, _step(folder))
         snapshot = self._snapshot(folder)
@@ -325,10 +369,14 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             self._restored = step, {**found, **found.get(_copies_of(engine), {})}
         return self._restored[1]
 
-    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str], metadata: Any = None) -> Any:
+        if metadata is not None or (Path(checkpoint_dir) / _OWN_METADATA).exists():
+            return super().load_tensors_metadata(Path(checkpoint_dir), metadata)
         return {key: value for key, value in self.load_sharded_metadata(checkpoint_dir).items() if isinstance(value, ShardedTensor)}
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Any:
+        if (Path(checkpoint_dir) / _OWN_METADATA).exists():
+            return super().load_sharded_metadata(Path(checkpoint_dir))
         found: dict[str, Any] = {}
         for key, value in _stored(self._snapshot(Path(checkpoint_dir))).items():
             if key == _COMMON:
@@ -339,6 +387,9 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             else:
                 found[key] = ShardedObject.empty_from_unique_key(key)
         return found
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+        raise _native.UnsupportedError(f"{checkpoint_dir}: tensors cannot be removed from a snapshot. Save the others as a new step")
 
     def try_folder(self, folder: Path) -> Exception | None:
         """Rebuilds a folder that is not whole. Returns the error of a failure."""
@@ -376,8 +427,67 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return _markers.snapshot_in(folder, self._store) or _store_of(self._store, folder)[0].snapshot(_step(folder))
 
 
-# Megatron finds the strategy by the backend in a checkpoint's metadata.json.
-register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, _VERSION, LoadStrategy())
+def _check_megatron() -> None:
+    """Refuses a Megatron Core that takes strategies of other classes. It would ignore these, and write files of its own."""
+    for function, strategy in ((dist_checkpointing.save, SaveStrategy), (dist_checkpointing.load, LoadStrategy)):
+        accepted = typing.get_type_hints(function)["sharded_strategy"]
+        if not any(isinstance(kind, type) and issubclass(strategy, kind) for kind in (accepted, *typing.get_args(accepted))):
+            raise _native.UnsupportedError(f"Megatron Core {package_info.__shortversion__} takes no strategy of tensorcask, but {accepted}")
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+    except ImportError:
+        return
+    # Megatron Core 0.16 finds the strategy by the backend in a checkpoint's metadata.json.
+    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, _VERSION, LoadStrategy())
+
+
+_check_megatron()
+
+
+def _inner(strategy: Any) -> Any:
+    """The strategy in Megatron's wrappers for fully parallel saves and loads."""
+    return getattr(strategy, "base_strategy", strategy)
+
+
+def _uses(strategy: Any, kind: type) -> int:
+    """Number of times that Megatron has called a strategy."""
+    inner = _inner(strategy)
+    if not isinstance(inner, kind):
+        raise TypeError(f"strategy is a {type(inner).__name__}: pass a tensorcask.megatron.{kind.__name__}")
+    uses: int = inner._uses  # type: ignore[attr-defined]
+    return uses
+
+
+def _ignored(deed: str) -> str:
+    return f"Megatron Core {package_info.__shortversion__} ignored the strategy of tensorcask and {deed}. Use a version that tensorcask is tested with"
+
+
+def _take_common(sharded_state_dict: Any, folder: Path) -> tuple[Any, io.BytesIO | None]:
+    """The state without the plain values, and on rank 0 their file `common.pt`, which is in the folder afterwards."""
+    plain = None if _COMMON_STATE is None else sharded_state_dict.get(_COMMON_STATE)
+    if plain is not None:
+        sharded_state_dict = {key: value for key, value in sharded_state_dict.items() if key != _COMMON_STATE}
+    if dist.get_rank() != 0:
+        return sharded_state_dict, None
+    if plain is not None:
+        content = io.BytesIO()
+        torch.save(plain.data, content)
+        write_whole(folder / _COMMON, content.getvalue())
+        return sharded_state_dict, io.BytesIO(content.getvalue())
+    is_there = (folder / _COMMON).exists()
+    return sharded_state_dict, io.BytesIO((folder / _COMMON).read_bytes()) if is_there else None
+
+
+def _request_class(async_strategy: str) -> Any:
+    """The class of requests for the caller's queue. That of `nvrx` is in the package nvidia-resiliency-ext; without it, there is
+    only Megatron's own queue."""
+    if async_strategy == "nvrx":
+        try:
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest as Request
+        except ImportError:
+            return AsyncRequest
+        return Request
+    return AsyncRequest
 
 
 class _Shards(torch.Tensor):  # type: ignore[misc]
@@ -443,7 +553,7 @@ def _copies_of(engine: Engine) -> str:
     return f"{_COPIES}{engine.rank}"
 
 
-def _request_of(engine: Engine, folder: Path, step: int) -> AsyncRequest:
+def _request_of(engine: Engine, folder: Path, step: int, kind: Any) -> Any:
     """A request that is done once the step is in the store, or cannot get there any more. Megatron finalizes it on all ranks."""
     # The thread removes the file when it knows: that needs no space on a disk.
     waiting = Path(tempfile.mkdtemp(prefix="tensorcask-")) / "waiting"
@@ -467,7 +577,7 @@ def _request_of(engine: Engine, folder: Path, step: int) -> AsyncRequest:
 
     watcher = threading.Thread(target=watch, name=f"tensorcask-step-{step}", daemon=True)
     watcher.start()
-    return AsyncRequest(_wait_for, (str(waiting), os.getpid()), [finalize])
+    return kind(_wait_for, (str(waiting), os.getpid()), [finalize])
 
 
 def _failures_of(engine: Engine, step: int) -> list[str]:
@@ -521,7 +631,7 @@ def _stored(snapshot: Snapshot) -> dict[str, Any]:
 
 def _unmark(folder: Path) -> None:
     """Removes the files that mark a folder as whole. During a save it holds files of two saves."""
-    for name in (CONFIG_FNAME, _markers.NAME):
+    for name in (CONFIG_FNAME, _OWN_METADATA, _markers.NAME):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -13,16 +13,25 @@ import tensorcask
 import torch
 import torch.distributed as dist
 from conftest import end_agent
+from megatron_on_cpu import own_format, without_cuda
 from ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("megatron.core.dist_checkpointing")
-from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core import dist_checkpointing, package_info  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from tensorcask import megatron  # noqa: E402
 
 ROWS, COLUMNS, LAYERS = 12, 6, 2
+# Megatron Core 0.16 finds a strategy by the backend in metadata.json. Later versions must be given one.
+FINDS_STRATEGIES = package_info.VERSION[:2] < (0, 17)
+# Megatron Core 0.19 puts plain values among the objects, where earlier versions write common.pt.
+COMMON_IS_A_FILE = package_info.VERSION[:2] < (0, 19)
 # Keys other than text, and mappings that look like the stored forms of other values.
 ODD = {0: "a", "e": {}, (torch.bfloat16, torch.float32): [1, (torch.int8,)], "#pairs": {"#dtype": "x"}, "list": [{}, {2: None}]}
 
@@ -92,10 +101,13 @@ def saves(folder):
         assert megatron.latest(folder).name == f"iter_{step:07}"
 
 
+def load_by_megatron(state, folder):
+    return dist_checkpointing.load(state, folder, sharded_strategy=None if FINDS_STRATEGIES else megatron.LoadStrategy())
+
+
 def loads(folder, with_objects):
     for step in (10, 30):
-        # Megatron itself finds the backend in metadata.json.
-        for load in (megatron.load, dist_checkpointing.load):
+        for load in (megatron.load, load_by_megatron):
             state = state_of(step, fill=False, with_objects=with_objects == "True")
             check(load(state, f"{folder}/iter_{step:07}"), step, with_objects == "True")
 
@@ -119,7 +131,7 @@ def engine_of(folder, memory):
 
 
 def saves_through_an_engine(folder, memory):
-    torch.cuda.current_device, torch.cuda.synchronize = (lambda: torch.device("cpu")), (lambda *device: None)
+    without_cuda()
     with engine_of(folder, memory) as engine:
         with pytest.raises(tensorcask.NotFoundError, match="no iteration is saved"):
             megatron.latest(folder, engine=engine)
@@ -172,7 +184,7 @@ def test_saves_through_an_engine(tmp_path, host_memory):
 
 
 def ends_before_its_calls(folder, memory):
-    torch.cuda.current_device, torch.cuda.synchronize = (lambda: torch.device("cpu")), (lambda *device: None)
+    without_cuda()
     calls = AsyncCallsQueue()
     with engine_of(folder, memory) as engine:
         calls.schedule_async_request(megatron.save(state_of(10, fill=True), f"{folder}/iter_{10:07}", engine=engine))
@@ -196,12 +208,107 @@ def test_calls_end_although_the_engine_is_closed(tmp_path, host_memory):
     on_ranks(1, tmp_path, ends_before_its_calls, tmp_path / "run", host_memory)
 
 
+def calls_megatron_itself(folder, memory):
+    without_cuda()
+    save, load = FullyParallelSaveStrategyWrapper, FullyParallelLoadStrategyWrapper
+    first, second, third = (made(f"{folder}/iter_{step:07}") for step in (10, 20, 30))
+    strategy = megatron.SaveStrategy()
+    dist_checkpointing.save(state_of(10, fill=True), first, strategy)
+    dist_checkpointing.save(state_of(20, fill=True), second, save(strategy))
+    assert (Path(first) / "tensorcask.json").exists() and (Path(second) / "tensorcask.json").exists()
+    with engine_of(folder, memory) as engine:
+        calls = AsyncCallsQueue()
+        request = dist_checkpointing.save(state_of(30, fill=True), third, save(megatron.SaveStrategy(engine=engine)), async_sharded_save=True)
+        calls.schedule_async_request(request)
+        calls.maybe_finalize_async_calls(blocking=True)
+        assert (Path(third) / "tensorcask.json").exists() and (Path(third) / "metadata.json").exists()
+        check(dist_checkpointing.load(state_of(30, fill=False), third, megatron.LoadStrategy(engine=engine)), 30)
+        check(dist_checkpointing.load(state_of(30, fill=False), third, load(megatron.LoadStrategy(engine=engine), exchange_algo="gather_object")), 30)
+        dist.barrier()
+    for step, at in ((10, first), (20, second), (30, third)):
+        check(dist_checkpointing.load(state_of(step, fill=False), at, megatron.LoadStrategy()), step)
+        check(dist_checkpointing.load(state_of(step, fill=False), at, load(megatron.LoadStrategy(), exchange_algo="gather_object")), step)
+        check(megatron.load(state_of(step, fill=False), at, strategy=load(megatron.LoadStrategy(), exchange_algo="gather_object")), step)
+    loaded, missing, unexpected = dist_checkpointing.load(state_of(10, fill=False), first, megatron.LoadStrategy(), strict="return_all")
+    assert not missing and not unexpected
+    check(loaded, 10)
+    assert not list(Path(folder).rglob("*.distcp"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_megatron_itself_uses_the_strategies(tmp_path, host_memory):
+    on_ranks(2, tmp_path, calls_megatron_itself, tmp_path / "run", host_memory)
+    assert tensorcask.Store(tmp_path / "run" / "tensorcask").steps == [10, 20, 30]
+
+
+@own_format()
+def changes_the_format(folder):
+    """One folder, saved by Megatron in its own format and by tensorcask in turns: the newest save is loaded."""
+    without_cuda()
+    at = made(f"{folder}/iter_0000010")
+    for step in (11, 12):
+        dist_checkpointing.save(state_of(step, fill=True), at)
+        if (Path(at) / "common.pt").exists() and not COMMON_IS_A_FILE:
+            # Megatron Core 0.19 leaves the file of another save there, and loads it.
+            (Path(at) / "common.pt").unlink()
+        check(megatron.load(state_of(step, fill=False), at), step)
+        step += 2
+        megatron.save(state_of(step, fill=True), at)
+        check(megatron.load(state_of(step, fill=False), at), step)
+
+
+def test_a_folder_may_change_its_format(tmp_path):
+    on_ranks(1, tmp_path, changes_the_format, tmp_path / "run")
+
+
+@own_format()
+def is_ignored(folder):
+    without_cuda()
+    save, load = dist_checkpointing.save, dist_checkpointing.load
+    dist_checkpointing.save = lambda *state, sharded_strategy, **options: save(*state, **options)
+    with pytest.raises(tensorcask.UnsupportedError, match="iter_0000010: .* ignored the strategy of tensorcask and wrote its own files"):
+        megatron.save(state_of(10, fill=True), f"{folder}/iter_0000010")
+    assert list(Path(folder).rglob("*.distcp"))
+    assert not (Path(folder) / megatron.TRACKER).exists() and not (Path(folder) / "iter_0000010" / "metadata.json").exists()
+    dist_checkpointing.save = save
+    save(state_of(20, fill=True), made(f"{folder}/iter_0000020"))
+    dist_checkpointing.load = lambda *state, sharded_strategy, **options: load(*state, **options)
+    with pytest.raises(tensorcask.UnsupportedError, match="iter_0000020: .* ignored the strategy of tensorcask and read its own files"):
+        megatron.load(state_of(20, fill=False), f"{folder}/iter_0000020")
+    for function, other in ((megatron.save, megatron.LoadStrategy), (megatron.load, megatron.SaveStrategy)):
+        with pytest.raises(TypeError, match=f"strategy is a {other.__name__}: pass"):
+            function({}, f"{folder}/iter_0000020", strategy=other())
+        with pytest.raises(TypeError, match="a strategy or an engine"):
+            function({}, f"{folder}/iter_0000020", strategy=other(), engine=object())
+
+
+def test_an_ignored_strategy_is_an_error(tmp_path):
+    on_ranks(1, tmp_path, is_ignored, tmp_path / "run")
+
+
+def test_quantized_tensors_are_loaded_in_full_precision():
+    """Without this, Megatron Core 0.19 hands quantized tensors to the strategy, which is to quantize what it reads."""
+    assert megatron.LoadStrategy().stream_ckpt_dequant is False
+
+
+def test_another_megatron_is_refused(monkeypatch):
+    class OfTheFuture:
+        pass
+
+    def save(state, folder, sharded_strategy: OfTheFuture | None = None):
+        pass
+
+    monkeypatch.setattr(dist_checkpointing, "save", save)
+    with pytest.raises(tensorcask.UnsupportedError, match="takes no strategy of tensorcask, but .*OfTheFuture"):
+        megatron._check_megatron()
+
+
 def loads_elsewhere(folder, url):
     megatron.load(state_of(20, fill=False), f"{folder}/iter_0000020", strategy=megatron.LoadStrategy(url))
     with pytest.raises(tensorcask.NotFoundError, match="step 25"):
         megatron.load(state_of(25, fill=False), f"{folder}/iter_0000025", strategy=megatron.LoadStrategy(url))
     # Megatron reads the rebuilt folder.
-    check(dist_checkpointing.load(state_of(20, fill=False), f"{folder}/iter_0000020"), 20)
+    check(load_by_megatron(state_of(20, fill=False), f"{folder}/iter_0000020"), 20)
 
 
 def test_a_lost_folder_is_made_anew(tmp_path):
@@ -226,7 +333,13 @@ def refusals(folder):
     padded = ShardedTensor.from_rank_offsets("rows", torch.full((6, 2), 9.0), allow_shape_mismatch=True)
     loaded = megatron.load({"rows": padded}, f"{folder}/iter_1")["rows"]
     assert torch.equal(loaded, torch.cat([torch.ones(4, 2), torch.zeros(2, 2)]))
-    assert torch.equal(dist_checkpointing.load_plain_tensors(f"{folder}/iter_1")["rows"], torch.ones(4, 2))
+    described = megatron.LoadStrategy().load_tensors_metadata(f"{folder}/iter_1")
+    assert torch.equal(load_by_megatron(described, f"{folder}/iter_1")["rows"], torch.ones(4, 2))
+    if FINDS_STRATEGIES:
+        assert torch.equal(dist_checkpointing.load_plain_tensors(f"{folder}/iter_1")["rows"], torch.ones(4, 2))
+    else:
+        with pytest.raises(CheckpointException, match=r"\.metadata"):
+            dist_checkpointing.load(dict(state), f"{folder}/iter_1")
     # A failed save leaves no folder that looks whole, and keeps the old snapshot.
     with pytest.raises(CheckpointException):
         megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), "iteration": 2, **state}, f"{folder}/iter_1")

@@ -43,7 +43,9 @@ pub struct RoleAndParam {
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
     let mut segments: Vec<&str> = name.split(['.', '/']).collect();
-    let chained = segments.iter().take_while(|segment| is_chained(segment)).count();
+    // The flat buckets of several optimizers have different parameters, although the rest of their names is the same.
+    let is_param_whole = is_in_bucket(&segments);
+    let chained = segments.iter().take_while(|segment| is_chained(segment) && !is_param_whole).count();
     segments.drain(..if chained < segments.len() { chained } else { 0 });
     let found = place_of_role(&segments);
     let skip = found.at.unwrap_or(usize::MAX);
@@ -93,9 +95,7 @@ fn place_of_role(segments: &[&str]) -> FoundRole {
     }
     if key.is_some() {
         let found = role_at(LAST_IN_OPTIMIZER, last).filter(|_| last > body);
-        // A flat bucket of Megatron: `gbuf_idx_0.dtype_...bucket_idx_0.param`.
-        let is_in_bucket = segments.iter().rev().nth(1).is_some_and(|segment| segment.starts_with("bucket_idx_"));
-        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, last).filter(|_| is_in_bucket));
+        let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, last).filter(|_| is_in_bucket(segments)));
         let found = found.or_else(|| role_at(FIRST_IN_OPTIMIZER, first));
         let found = found.or_else(|| role_at(PLAIN_WORDS, first)).or_else(|| role_at(PLAIN_WORDS, last));
         return found.map_or(FoundRole { role: "optimizer", at: None, is_certain: true }, certain);
@@ -118,6 +118,11 @@ pub(crate) fn is_moment(role: &str) -> bool {
 /// Returns whether a segment names one of several optimizers that Megatron chains.
 fn is_chained(segment: &str) -> bool {
     segment.strip_prefix("chained_").is_some_and(is_number)
+}
+
+/// Whether a name is that of a flat bucket of Megatron: `gbuf_idx_0.dtype_...bucket_idx_0.param`.
+fn is_in_bucket(segments: &[&str]) -> bool {
+    segments.iter().rev().nth(1).is_some_and(|segment| segment.starts_with("bucket_idx_"))
 }
 
 /// Whether a segment of a name is a number.
@@ -257,6 +262,15 @@ mod tests {
             let guess = infer_role(name);
             assert_eq!((guess.role.as_str(), guess.is_certain), (role, is_certain), "{name}");
         }
+    }
+
+    #[test]
+    fn buckets_of_several_optimizers_are_several_parameters() {
+        let bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0";
+        let guess = |chained: usize, part: &str| infer_role(&format!("chained_{chained}.{bucket}.{part}"));
+        assert_eq!((guess(1, "param").role.as_str(), guess(1, "exp_avg").role.as_str()), ("master", "exp_avg"));
+        assert_eq!(guess(1, "param").param, guess(1, "exp_avg_sq").param);
+        assert_ne!(guess(0, "exp_avg").param, guess(1, "exp_avg").param);
     }
 
     #[test]
