@@ -39,6 +39,8 @@ pub struct RoleAndParam {
 /// assert_eq!(guess("optimizer.state.h.0.weight.square_avg"), expected("optimizer", "h.0.weight.square_avg"));
 /// assert_eq!(guess("_fsdp_wrapped_module.h.0._orig_mod.weight"), expected("model", "h.0.weight"));
 /// assert_eq!(guess("app.model.h.0.weight").1, guess("app.optim.state.h.0.weight.exp_avg").1);
+/// assert_eq!(guess("models.0.h.0.weight").1, guess("optimizers.0.state.h.0.weight.exp_avg").1); // Accelerate
+/// assert_eq!(guess("state_dict.h.0.weight").1, guess("optimizer_states.1.state.h.0.weight.exp_avg").1); // Lightning
 /// assert!(!tensorcask::infer_role("momentum.weight").is_certain);
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
@@ -54,6 +56,11 @@ pub fn infer_role(name: &str) -> RoleAndParam {
     if param.is_empty() {
         // The parameter itself has the name of a container.
         param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
+    }
+    // Lightning lists the optimizers of one module, and the names of its parameters are unique. Accelerate lists models, too.
+    let is_named = matches!(param.as_slice(), [number, name, ..] if is_number(number) && !(param.len() == 2 && is_number(name)));
+    if segments.contains(&"optimizer_states") && is_named {
+        param.remove(0);
     }
     RoleAndParam { role: found.role.to_owned(), param: param.join("."), is_certain: found.is_certain }
 }
@@ -131,10 +138,11 @@ pub(crate) fn is_number(segment: &str) -> bool {
 }
 
 /// Keys of optimizer state.
-const OPTIMIZERS: &[&str] = &["optimizer", "optim", "opt_state", "optimizer_state_dict", "base_optimizer_state", "zero"];
+const OPTIMIZERS: &[&str] =
+    &["optimizer", "optimizers", "optimizer_states", "optim", "opt_state", "optimizer_state_dict", "base_optimizer_state", "zero"];
 
 /// Keys of model weights.
-const MODELS: &[&str] = &["model", "module", "state_dict", "params"];
+const MODELS: &[&str] = &["model", "models", "module", "state_dict", "params"];
 
 /// Whether a segment names a container of tensors, not a parameter.
 fn is_container(segment: &str) -> bool {
@@ -180,6 +188,8 @@ mod tests {
             ("hugging face", "model", "model.layers.0.mlp.weight"),
             ("compiled", "model", "_orig_mod.layers.0.mlp.weight"),
             ("fsdp", "exp_avg", "optim.state.layers.0.mlp.weight.exp_avg"),
+            ("lightning", "model", "state_dict.layers.0.mlp.weight"),
+            ("lightning", "exp_avg", "optimizer_states.0.state.layers.0.mlp.weight.exp_avg"),
             ("dcp", "exp_avg_sq", "optimizer.state.model.layers.0.mlp.weight.exp_avg_sq"),
             ("dcp", "step", "optimizer.state.model.layers.0.mlp.weight.step"),
             ("megatron", "master", "optimizer.state.fp32_param.layers.0.mlp.weight"),

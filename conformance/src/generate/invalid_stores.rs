@@ -111,7 +111,7 @@ fn log(cases: &mut Cases) -> Result<(), Failure> {
     add("log/field-twice", "log 1.3", CORRUPT, "a field that stands twice", store);
     let mut store = base()?;
     store.append_with(opened(), |_| {}, |json| json.replacen('{', "{\"job\":{\"host\":\"a\"},", 1))?;
-    add("log/job-without-process", "log 3.8", CORRUPT, "a job without the number of its process", store);
+    add("log/job-without-process", "log 1.3", CORRUPT, "a job without the number of its process", store);
     let mut store = base()?;
     store.append_with(opened(), |entry| entry.writer = entry.writer.to_uppercase(), |json| json)?;
     add("log/upper-case-id", "README 1.9", CORRUPT, "an id in upper-case digits", store);
