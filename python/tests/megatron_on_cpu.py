@@ -83,8 +83,14 @@ def train_without_cuda():
     import megatron.core.optimizer as optimizers
 
     divided = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizers.Adam = divided.Adam = FusedAdam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
     divided.HAVE_APEX_OR_TE = divided.USING_APEX_OPTIMIZER = True
+    import megatron.core.transformer.moe.moe_utils as experts
+
+    if not hasattr(experts, "te_general_gemm"):
+        # Megatron Core 0.16 reads this name, also without Transformer Engine.
+        experts.te_general_gemm = None
     # Dropout takes the generator of the CPU.
     CudaRNGStatesTracker.fork = lambda tracker, *name: contextlib.nullcontext()
     _CpuForCuda().__enter__()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
+from megatron.core import package_info  # noqa: E402
 
 
 def made(seed):
@@ -63,6 +64,7 @@ def resumes(url):
     is_same(tensors(fresh, fresh_optimizer), tensors(model, optimizer))
 
 
+@pytest.mark.skipif(package_info.VERSION[:2] < (0, 17), reason="Megatron Core 0.16 keeps moments that are no DTensors")
 def test_megatron_fsdp_resumes(tmp_path, url):
     on_ranks(2, tmp_path, resumes, url)
     assert tensorcask.Store(url).verify().is_clean
