@@ -204,7 +204,7 @@ def install(*, save: SaveStrategy | None = None, load: LoadStrategy | None = Non
         raise _native.UnsupportedError(f"megatron.training of Megatron Core {package_info.__shortversion__} makes its strategies in another way")
     for name, strategy in given.items():
         setattr(checkpointing, name, lambda *_, _strategy=strategy, **__: _strategy)
-    generate = getattr(checkpointing.generate_state_dict, "__wrapped__", checkpointing.generate_state_dict)
+    generate = checkpointing.generate_state_dict
 
     @functools.wraps(generate)
     def generate_state_dict(args: Any, *rest: Any, **options: Any) -> Any:
@@ -430,7 +430,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 def _check_megatron() -> None:
     """Refuses a Megatron Core that takes strategies of other classes. It would ignore these, and write files of its own."""
     for function, strategy in ((dist_checkpointing.save, SaveStrategy), (dist_checkpointing.load, LoadStrategy)):
-        accepted = typing.get_type_hints(function)["sharded_strategy"]
+        accepted = typing.get_type_hints(function).get("sharded_strategy")
         if not any(isinstance(kind, type) and issubclass(strategy, kind) for kind in (accepted, *typing.get_args(accepted))):
             raise _native.UnsupportedError(f"Megatron Core {package_info.__shortversion__} takes no strategy of tensorcask, but {accepted}")
     try:

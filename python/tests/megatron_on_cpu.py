@@ -83,8 +83,35 @@ def train_without_cuda():
     import megatron.core.optimizer as optimizers
 
     divided = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizers.Adam = divided.Adam = FusedAdam
+    optimizers.USING_PYTORCH_OPTIMIZER = False
     divided.HAVE_APEX_OR_TE = divided.USING_APEX_OPTIMIZER = True
+    import megatron.core.transformer.moe.moe_utils as experts
+
+    if not hasattr(experts, "te_general_gemm"):
+        # Megatron Core 0.16 reads this name, also without Transformer Engine.
+        experts.te_general_gemm = None
     # Dropout takes the generator of the CPU.
     CudaRNGStatesTracker.fork = lambda tracker, *name: contextlib.nullcontext()
     _CpuForCuda().__enter__()
+
+
+def shard_without_cuda():
+    """Replaces what Megatron-FSDP calls, for the rest of this process. It takes no device but `cuda:N`, and makes tensors in hooks of
+    autograd, which a mode of PyTorch does not see."""
+    train_without_cuda()
+    torch.cuda.current_device = lambda: 0
+
+    def on_cpu(value):
+        return torch.device("cpu") if isinstance(value, (torch.device, str)) and str(value).startswith("cuda") else value
+
+    def replaced(function):
+        return lambda *args, **kwargs: function(*args, **{key: on_cpu(value) for key, value in kwargs.items()})
+
+    class Positional(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*(args if function is torch.device else map(on_cpu, args)), **(kwargs or {}))
+
+    for name in ("empty", "zeros", "ones", "tensor", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, replaced(getattr(torch, name)))
+    Positional().__enter__()
