@@ -60,24 +60,36 @@ def test_a_store_is_kept_from_the_command_line(model, url, tmp_path):
     assert told("copy", url, tmp_path / "copy")["snapshots"] == 1
 
 
+@contextlib.contextmanager
+def running_job(url):
+    """A process that has saved step 1, and stays until the end of the block."""
+    program = "import sys, tensorcask; tensorcask.save({'w': b'1'}, sys.argv[1], step=1); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        job.stdout.readline()
+        try:
+            yield job
+        finally:
+            job.stdin.close()
+
+
 def test_what_is_done_by_hand_ends_no_running_job(model, url, tmp_path):
-    job = "import sys, tensorcask; tensorcask.save({'w': b'1'}, sys.argv[1], step=1); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", job, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
-        running.stdout.readline()
+    copy = str(tmp_path / "copy")
+    with running_job(url) as job:
         for words in (["save", url, "--step", 2, model], ["import", model, url, "--step", 2]):
             refused = told(*words, code=11)["error"]
-            assert f"process {running.pid} on host" in refused["message"], refused
+            assert f"process {job.pid} on host" in refused["message"], refused
             assert refused["kind"] == "conflict"
-        tensorcask.save({"w": b"1"}, tmp_path / "other", step=3)
-        with pytest.raises(tensorcask.ConflictError, match="take_over=True"):
-            tensorcask.Store(tmp_path / "other").copy_to(url)
+        assert tensorcask.Store(url).copy_to(copy).snapshots == 1
         assert told("import", model, url, "--step", 2, "--take-over")["steps"] == [2]
-        running.stdin.close()
+    with running_job(copy):
+        with pytest.raises(tensorcask.ConflictError, match="take_over=True"):
+            tensorcask.Store(url).copy_to(copy)
+        assert tensorcask.Store(url).copy_to(copy, take_over=True).snapshots == 1
+    with running_job(copy):
+        pass
     # The process that has ended owns nothing.
-    tensorcask.save({"w": b"1"}, url, step=4)
-    assert tensorcask.Store(url).steps == [1, 2, 4]
-    subprocess.run([sys.executable, "-c", job, str(tmp_path / "ended")], stdin=subprocess.DEVNULL, check=True)
-    assert told("save", tmp_path / "ended", "--step", 2, model)["step"] == 2
+    assert told("save", copy, "--step", 3, model)["step"] == 3
+    assert sorted(tensorcask.Store(copy).steps) == [1, 2, 3]
 
 
 def test_python_m_is_the_same_command(model, url):
