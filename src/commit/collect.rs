@@ -48,6 +48,8 @@ pub(crate) struct Freeing {
     /// By live snapshot: all snapshots that it has needed, as far as this job has seen. A reader may have opened it before a
     /// compaction, and still read the chain that it had then.
     chains: BTreeMap<Id, BTreeSet<Id>>,
+    /// Whether the storage has refused a deletion, for want of a permission perhaps.
+    is_refused: bool,
 }
 
 impl Freeing {
@@ -67,12 +69,18 @@ impl Freeing {
         }
         let is_needed = |id: &Id| self.chains.values().any(|chain| chain.contains(id));
         let (idle, _) = unneeded(state, &BTreeSet::new());
-        idle.into_iter().filter(|record| record.sequence > oldest_known && !is_needed(&record.id)).map(|record| record.id).collect()
+        // The space of a snapshot in a log entry is never freed.
+        let is_free = |record: &&SnapshotRecord| record.inline.is_none() && record.sequence > oldest_known && !is_needed(&record.id);
+        idle.into_iter().filter(is_free).map(|record| record.id).collect()
     }
 
-    /// Gives up the snapshots that could be freed at the last call already, and deletes their objects. Returns the snapshots.
+    /// Gives up the snapshots that could be freed at the last call already, and deletes their objects. Returns those that are gone. A
+    /// failed deletion is a warning: garbage collection finds the objects.
     #[boxed]
     pub(crate) async fn free(&mut self, log: &mut Log) -> Result<Vec<SnapshotRecord>> {
+        if self.is_refused {
+            return Ok(Vec::new());
+        }
         let now = self.freeable(log.state());
         let ripe: BTreeSet<Id> = self.waiting.intersection(&now).copied().collect();
         self.waiting = now;
@@ -95,20 +103,24 @@ impl Freeing {
             Err(_) if are_needed => return Ok(Vec::new()),
             Err(error) => return Err(error),
         }
-        let records: Vec<SnapshotRecord> = given_up.iter().filter_map(|&id| log.state().by_id(id).cloned()).collect();
-        for record in &records {
-            delete_objects(log, record).await?;
+        let mut freed = Vec::new();
+        for record in given_up.iter().filter_map(|&id| log.state().by_id(id)) {
+            match delete_objects(log, record).await {
+                Ok(()) => freed.push(record.clone()),
+                Err(error) => {
+                    self.is_refused |= error.kind() == ErrorKind::Storage && !error.is_unanswered();
+                    let step = record.step;
+                    tracing::warn!(step, %error, "a forgotten step could not be deleted; `tensorcask gc` deletes it");
+                }
+            }
         }
-        Ok(records)
+        Ok(freed)
     }
 }
 
-/// Deletes the casks of a collected snapshot, and then its manifest. Garbage collection finds what remains after an error.
+/// Deletes the casks of a collected snapshot, and then its manifest.
 async fn delete_objects(log: &Log, record: &SnapshotRecord) -> Result<()> {
     let place = record.manifest_place();
-    if place.inline_in.is_some() {
-        return Ok(());
-    }
     let manifest = read_manifest(&log.store, &place).await?;
     refuse_features(manifest.may_ignore())?;
     let objects = log.store.objects();

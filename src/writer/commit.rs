@@ -323,7 +323,7 @@ impl Writer {
         }
         match self.freeing.free(&mut self.log).await {
             Ok(freed) => freed.iter().for_each(|record| tracing::info!(step = record.step, "freed")),
-            Err(error) => tracing::warn!(%error, "the step is saved, but not all space of older steps was freed; `tensorcask gc` frees it"),
+            Err(error) => tracing::warn!(%error, "the step is saved, but older steps could not be given up; the next save tries again"),
         }
     }
 }

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::common::{SmallState, until, without_inline, wrap};
+use crate::common::{SmallState, until, without_inline, wrap, wrap_inline};
 use futures::TryStreamExt;
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, GcOptions, Retainer, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::wire::Event;
 use tensorcask::{ErrorKind, Free, Latest, Policy, Retention, Slice, Snapshot, Store, Writer, WriterOptions};
 
 fn keep_last(last: u64) -> Retention {
@@ -105,6 +106,43 @@ async fn parents_stay_until_the_last_delta_on_them_is_freed() {
         most = most.max(paths(&*memory, "snapshots").await.len());
     }
     assert!(most <= 12, "two chains of five links at most, and what waits: {most}");
+}
+
+/// Without the permission to delete, saves go on, and nothing is tried again and again.
+#[tokio::test]
+async fn a_storage_that_refuses_deletions_costs_one_attempt() {
+    let memory = Arc::new(InMemory::new());
+    let deletions = Arc::new(AtomicU64::new(0));
+    let count = deletions.clone();
+    let strict = FaultStore::new(memory.clone(), move |operation, path: &Path| {
+        let is_kept = operation == Operation::Delete && !path.as_ref().starts_with("probe/");
+        if is_kept {
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+        if is_kept { Fault::Status(403) } else { Fault::None }
+    });
+    let store = wrap(Arc::new(strict));
+    let mut writer = writer(&store, Policy::Full, keep_last(1)).await;
+    for step in 1..=8 {
+        save(&mut writer, step).await.unwrap();
+    }
+    assert_eq!(whole_steps(&store).await, [8]);
+    let of_one = store.snapshot(Latest).await.unwrap().manifest().casks.len() as u64;
+    assert!(deletions.load(Ordering::SeqCst) <= of_one, "one step was tried");
+    assert_eq!(paths(&*memory, "snapshots").await.len(), 8);
+}
+
+/// Snapshots in log entries are never freed, so giving them up would only lengthen the log.
+#[tokio::test]
+async fn small_snapshots_are_not_given_up() {
+    let store = wrap_inline(Arc::new(InMemory::new()));
+    let mut writer = writer(&store, Policy::Full, keep_last(1)).await;
+    for step in 1..=8 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let entries = store.history().entries().await.unwrap();
+    assert!(entries.iter().all(|entry| !matches!(entry.event, Event::Collecting { .. })));
+    assert_eq!(whole_steps(&store).await, [8]);
 }
 
 /// The retainer of the engine's tiers, and of `Store.save` in Python.
