@@ -1,5 +1,6 @@
 """Tensors that tell DCP by themselves which parts of a larger tensor they hold: saved, staged, and through the engine."""
 
+import importlib.util
 import re
 import sys
 
@@ -77,30 +78,48 @@ def check_store(store, step, value):
         assert torch.equal(tensor, whole(value)), (name, tensor)
 
 
-def save_and_load(folder):
+def save_and_load(folder, kind):
     rank = dist.get_rank()
     store = tensorcask.Store(f"{folder}/store")
     writer = store.writer()
-    dcp.save(part_of(rank, 10.0), checkpoint_id="step-1", storage_writer=writer)
+
+    def parts(value=0.0, wrapped=True):
+        state = part_of(rank, value, wrapped)
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor) == (kind == "dtensors")}
+
+    dcp.save(parts(10.0), checkpoint_id="step-1", storage_writer=writer)
     check_store(store, 1, 10.0)
-    state = part_of(rank, 20.0)
+    state = parts(20.0)
     saving = dcp.async_save(state, checkpoint_id="step-2", storage_writer=writer)
     change(state)
     saving.result()
     check_store(store, 2, 20.0)
     # PyTorch reads what it would have written.
-    theirs, ours = part_of(rank, wrapped=False), part_of(rank, wrapped=False)
-    dcp.save(part_of(rank, 20.0, wrapped=False), checkpoint_id=f"{folder}/theirs")
+    theirs, ours = parts(wrapped=False), parts(wrapped=False)
+    dcp.save(parts(20.0, wrapped=False), checkpoint_id=f"{folder}/theirs")
     dcp.load(theirs, checkpoint_id=f"{folder}/theirs")
     dcp.load(ours, checkpoint_id="step-2", storage_reader=store.reader())
-    for name, tensor in part_of(rank, 20.0, wrapped=False).items():
+    for name, tensor in parts(20.0, wrapped=False).items():
         assert str(ours[name]) == str(theirs[name]), name
         part = slice(4 * rank, 4 * rank + 4) if name == "one" else slice(None)
         assert str(ours[name][part]) == str(tensor[part]), name
 
 
-def test_dcp_saves_and_stages_the_parts(tmp_path):
-    on_ranks(2, tmp_path, save_and_load, tmp_path)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dtensors",
+        pytest.param(
+            "attributes",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("torch.distributed.checkpoint.protocol") is None,
+                reason="this PyTorch has no CheckpointableTensor: its DCP ignores the attributes",
+            ),
+        ),
+    ],
+)
+def test_dcp_saves_and_stages_the_parts(tmp_path, kind):
+    on_ranks(2, tmp_path, save_and_load, tmp_path, kind)
     assert tensorcask.Store(tmp_path / "store").verify().is_clean
 
 
