@@ -152,7 +152,7 @@ def check_plannable(state: Any, on_unsupported: OnUnsupported) -> None:
     if not isinstance(state, dict):
         return
     try:
-        _staging.screen(state, "error", _refusals.check_torch_shape)
+        _staging.screen(state, "error", _refusals.check_planned)
     except _dtypes.UnstorableTypeError as error:
         if on_unsupported in (None, "error"):
             raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from functools import cache
 from typing import Any
 
 from ._dtypes import DTYPES, TORCH, UnstorableTypeError, torch_dtype_name
+from ._shard import is_described_part
 
 
 def is_plain_torch(value: Any) -> bool:
@@ -33,6 +35,22 @@ def check_torch_shape(tensor: Any, path: object) -> None:
         raise UnstorableTypeError(
             f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()"
         )
+
+
+def check_planned(tensor: Any, path: object) -> None:
+    """Refuses torch tensors that DCP would plan as what they are not."""
+    check_torch_shape(tensor, path)
+    if is_described_part(tensor) and not _dcp_plans_parts():
+        raise UnstorableTypeError(
+            f"{path}: a tensor that says by its attributes which part of a larger one it is. DCP of PyTorch {sys.modules['torch'].__version__} "
+            "takes it for the whole tensor. Save it with PyTorch 2.15, or through tensorcask.Engine"
+        )
+
+
+@cache
+def _dcp_plans_parts() -> bool:
+    """Whether DCP knows tensors that describe their parts."""
+    return importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
 
 
 def check_placements(tensor: Any, path: object) -> None:

@@ -113,7 +113,7 @@ def save_and_load(folder, kind):
             "attributes",
             marks=pytest.mark.skipif(
                 importlib.util.find_spec("torch.distributed.checkpoint.protocol") is None,
-                reason="this PyTorch has no CheckpointableTensor: its DCP ignores the attributes",
+                reason="this PyTorch has no CheckpointableTensor: see the test of the refusal",
             ),
         ),
     ],
@@ -141,6 +141,16 @@ def through_the_engine(folder, memory):
 def test_the_engine_saves_the_parts(tmp_path, host_memory):
     on_ranks(2, tmp_path, through_the_engine, tmp_path, host_memory)
     check_store(tensorcask.Store(tmp_path / "store"), 1, 30.0)
+
+
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save])
+def test_an_older_pytorch_is_refused_that_takes_a_part_for_a_whole(tmp_path, monkeypatch, save):
+    monkeypatch.setattr(tensorcask._refusals, "_dcp_plans_parts", lambda: False)
+    half = described(torch.arange(4.0), (8,), ((4,),), ((0,),), ((4,),))
+    store = tensorcask.Store(tmp_path / "store")
+    with pytest.raises(BaseException, match="takes it for the whole tensor"):
+        saving = save({"w": half}, checkpoint_id="step-1", storage_writer=store.writer(), no_dist=True)
+        saving.result()
 
 
 def test_a_part_is_never_saved_as_a_whole(memory):
