@@ -133,7 +133,8 @@ def test_from_the_command_line(tensors, tmp_path, url):
     tensorcask.save(state, url, step=5)
     for number, target in enumerate(("a.safetensors", "b.pt", "c"), 6):
         assert run("export", url, tmp_path / target, "--step", 5).returncode == 0
-        done = run("import", tmp_path / target, url, "--step", number)
+        # This process has saved there.
+        done = run("import", tmp_path / target, url, "--step", number, "--take-over")
         assert done.returncode == 0 and f"step {number}: a " in done.stdout, done.stderr
     same(tensorcask.load(url)["model"], tensors)
     assert run("export", url, tmp_path / "shards", "--max-shard-bytes", 100).returncode == 0

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -77,7 +78,7 @@ def check_tables(store):
 
     rows = store.sql("select sequence, kind, what, steps from log").fetchall()
     assert rows == [
-        (1, "opened", "opened for writing", []),
+        (1, "opened", f"opened for writing by process {os.getpid()} on {socket.gethostname()}", []),
         (2, "added", "step 10, a base", [10]),
         (3, "added", "step 20, a delta on step 10", [20]),
         (4, "added", "step 30, a delta on step 20", [30]),
