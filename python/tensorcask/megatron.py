@@ -89,7 +89,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 1
 _COMMON = "common.pt"
 # Key of the object that holds the plain values since Megatron Core 0.19. Earlier versions write common.pt themselves.
-_COMMON_STATE = "common_state" if package_info.VERSION[:2] >= (0, 19) else None
+_COMMON_STATE = "common_state" if tuple(map(int, package_info.VERSION[:2])) >= (0, 19) else None
 # File that marks a folder of Megatron's own format.
 _OWN_METADATA = ".metadata"
 # Keys of objects that another rank saves, too.
@@ -197,7 +197,7 @@ def install(*, save: SaveStrategy | None = None, load: LoadStrategy | None = Non
     files, so they are refused. ``--async-save`` needs ``save=SaveStrategy(engine=engine)``. Checkpoints that Megatron has
     saved in the format ``torch_dist`` still load.
     """
-    from megatron.training import checkpointing
+    from megatron.training import checkpointing  # pyright: ignore[reportMissingImports] - not in every wheel
 
     given = {"TorchDistSaveShardedStrategy": save or SaveStrategy(), "TorchDistLoadShardedStrategy": load or LoadStrategy()}
     if not all(hasattr(checkpointing, name) for name in (*given, "generate_state_dict")):
@@ -289,7 +289,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         # Since Megatron Core 0.19: otherwise a strategy has to fill quantized tensors, such as fp8 weights.
         self.stream_ckpt_dequant = False
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
+    def check_backend_compatibility(self, loaded_backend: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as Megatron calls it
         if loaded_backend not in (BACKEND, "torch_dist"):
             raise _native.UnsupportedError(f"the checkpoint has backend {loaded_backend!r}; this strategy reads {BACKEND!r}")
 
@@ -371,7 +371,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str], metadata: Any = None) -> Any:
         if metadata is not None or (Path(checkpoint_dir) / _OWN_METADATA).exists():
-            return super().load_tensors_metadata(Path(checkpoint_dir), metadata)
+            return super().load_tensors_metadata(Path(checkpoint_dir), metadata)  # pyright: ignore[reportArgumentType] - None is its default
         return {key: value for key, value in self.load_sharded_metadata(checkpoint_dir).items() if isinstance(value, ShardedTensor)}
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Any:
@@ -483,7 +483,7 @@ def _request_class(async_strategy: str) -> Any:
     only Megatron's own queue."""
     if async_strategy == "nvrx":
         try:
-            from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest as Request
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest as Request  # pyright: ignore[reportMissingImports]
         except ImportError:
             return AsyncRequest
         return Request
