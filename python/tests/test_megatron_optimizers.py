@@ -150,7 +150,7 @@ def runs_megatron_training(folder, fully_parallel):
     fresh = Training(sharding="fully_reshardable", experts=False, seed=2)
     assert checkpointing.load_checkpoint([fresh.model], fresh.optimizer, None, checkpointing_context={})[0] == 20
     is_same(fresh.tensors(), training.tensors())
-    # What Megatron itself has saved before.
+    # A checkpoint that Megatron has saved in its own format.
     Path(folder, megatron.TRACKER).write_text("5")
     assert checkpointing.load_checkpoint([fresh.model], fresh.optimizer, None, checkpointing_context={})[0] == 5
     context = {"save_strategy": megatron.SaveStrategy()}

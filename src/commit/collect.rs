@@ -10,16 +10,14 @@ use crate::{Error, ErrorKind, Result, boxed};
 /// Number of concurrent requests.
 const CONCURRENT_REQUESTS: usize = 16;
 
+/// Largest number of snapshots that one save frees. An older store may have thousands: they would hold up the save.
+const MOST_FREED: usize = 16;
+
 /// Forgotten and superseded snapshots: those that neither a live or pinned snapshot nor one of `kept` needs, and the others.
 pub(crate) fn unneeded<'s>(state: &'s LogState, kept: &BTreeSet<Id>) -> (Vec<&'s SnapshotRecord>, Vec<&'s SnapshotRecord>) {
     let mut needed: BTreeSet<Id> = BTreeSet::new();
     let roots = state.snapshots().iter().filter(|record| is_root(record)).map(|record| record.id);
-    for id in roots.chain(kept.iter().copied()) {
-        let mut next = Some(id);
-        while let Some(id) = next.filter(|&id| needed.insert(id)) {
-            next = state.by_id(id).and_then(|record| record.parent);
-        }
-    }
+    roots.chain(kept.iter().copied()).for_each(|root| add_chain(state, root, &mut needed));
     let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
     idle.partition(|record| !needed.contains(&record.id))
 }
@@ -29,14 +27,12 @@ pub(crate) fn is_root(record: &SnapshotRecord) -> bool {
     record.status == SnapshotStatus::Live || (record.pinned && record.status != SnapshotStatus::Collected)
 }
 
-/// Snapshots that `root` needs by the log: itself and its chain.
-fn chain_in(state: &LogState, root: Id) -> BTreeSet<Id> {
-    let mut chain = BTreeSet::new();
+/// Adds a snapshot and its chain by the log. What is there already stands for the rest of its chain.
+fn add_chain(state: &LogState, root: Id, chain: &mut BTreeSet<Id>) {
     let mut next = Some(root);
     while let Some(id) = next.filter(|&id| chain.insert(id)) {
         next = state.by_id(id).and_then(|record| record.parent);
     }
-    chain
 }
 
 /// Frees the space of forgotten snapshots while a job goes on saving (log 7.6): each save deletes what nothing has needed since the
@@ -64,13 +60,13 @@ impl Freeing {
                 oldest_known = oldest_known.max(root.sequence);
             }
             let mut chain = known.remove(&root.id).unwrap_or_default();
-            chain.extend(chain_in(state, root.id));
+            add_chain(state, root.id, &mut chain);
             self.chains.insert(root.id, chain);
         }
-        let is_needed = |id: &Id| self.chains.values().any(|chain| chain.contains(id));
+        let needed: BTreeSet<&Id> = self.chains.values().flatten().collect();
         let (idle, _) = unneeded(state, &BTreeSet::new());
         // The space of a snapshot in a log entry is never freed.
-        let is_free = |record: &&SnapshotRecord| record.inline.is_none() && record.sequence > oldest_known && !is_needed(&record.id);
+        let is_free = |record: &&SnapshotRecord| record.inline.is_none() && record.sequence > oldest_known && !needed.contains(&record.id);
         idle.into_iter().filter(is_free).map(|record| record.id).collect()
     }
 
@@ -82,7 +78,7 @@ impl Freeing {
             return Ok(Vec::new());
         }
         let now = self.freeable(log.state());
-        let ripe: BTreeSet<Id> = self.waiting.intersection(&now).copied().collect();
+        let ripe: BTreeSet<Id> = self.waiting.intersection(&now).take(MOST_FREED).copied().collect();
         self.waiting = now;
         if ripe.is_empty() {
             return Ok(Vec::new());

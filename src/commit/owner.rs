@@ -10,9 +10,9 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 pub(crate) struct Owner {
     job: Job,
     pub writer: Id,
-    /// Time of that entry, in milliseconds since 1970.
+    /// Time of its last entry, in milliseconds since 1970.
     time_ms: u64,
-    /// Step that the entry added; `None` if the job has opened the store and saved nothing yet.
+    /// Step that this entry added; `None` if the job has opened the store and saved nothing yet.
     step: Option<u64>,
 }
 

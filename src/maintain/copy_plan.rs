@@ -1,4 +1,4 @@
-//! What a copy takes to its destination: its options, the snapshots that the destination lacks, and the report.
+//! Plan of a copy: its options, the snapshots that the destination lacks, and the report.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -108,6 +108,25 @@ async fn parents_stay_until_the_last_delta_on_them_is_freed() {
     assert!(most <= 12, "two chains of five links at most, and what waits: {most}");
 }
 
+/// A store of an older version, or of a job that left the deletion to garbage collection: no save is held up by all of it at once.
+#[tokio::test]
+async fn many_forgotten_steps_are_freed_in_portions() {
+    let memory = Arc::new(InMemory::new());
+    let store = wrap(memory.clone());
+    let mut first = writer(&store, Policy::Full, Retention { free: Free::Gc, ..keep_last(1) }).await;
+    for step in 1..=40 {
+        save(&mut first, step).await.unwrap();
+    }
+    let mut next = writer(&store, Policy::Full, keep_last(1)).await;
+    let mut left = Vec::new();
+    for step in 41..=44 {
+        save(&mut next, step).await.unwrap();
+        left.push(paths(&*memory, "snapshots").await.len());
+    }
+    assert_eq!(left, [41, 26, 11, 2]);
+    assert_eq!(whole_steps(&store).await, [44]);
+}
+
 /// Without the permission to delete, saves go on, and nothing is tried again and again.
 #[tokio::test]
 async fn a_storage_that_refuses_deletions_costs_one_attempt() {

@@ -1,4 +1,4 @@
-//! What is measured of the elements of a chunk, and the rules of sums and ranges that all types share. Spec:
+//! Measures of the elements of a chunk, and the rules of sums and ranges that all types share. Spec:
 //! spec/statistics.md, clauses 3 and 4.
 
 /// Counts, extremes, sums and exponents of the elements of a chunk.
