@@ -1,4 +1,4 @@
-"""Measures what the papers show and `benches/peers` does not, and renews the tables in docs/src/papers.md; run by `run`."""
+"""Measures what the papers show and `benches/peers` does not, and renews its tables in RESULTS.md and docs/src/papers.md; run by `run`."""
 
 import argparse
 import json
@@ -70,14 +70,15 @@ def source(name, found):
     return textwrap.fill(line, 120, break_on_hyphens=False, break_long_words=False)
 
 
-def render(results, page, images):
-    """Renews the page and its pictures from what was measured; returns the tables."""
+def render(results, pages, images):
+    """Renews the pages and the pictures from what was measured; returns the tables."""
     tables = {}
     for name, found in results.items():
         tables |= PARTS[name].tables(found) | {f"{name}-source": source(name, found)}
         if PARTS[name].plots is not None:
             PARTS[name].plots(found, images)
-    page.write_text(renew(page.read_text(), "papers", lambda name: f"\n\n{tables[name]}\n\n" if name in tables else None))
+    for page in pages:
+        page.write_text(renew(page.read_text(), "papers", lambda name: f"\n\n{tables[name]}\n\n" if name in tables else None))
     return tables
 
 
@@ -111,7 +112,7 @@ def main():
         if found is not None:
             results[name] = found
     docs = ROOT / "docs" / "src"
-    for name, text in render(results, docs / "papers.md", docs / "images").items():
+    for name, text in render(results, [Path(__file__).parent / "RESULTS.md", docs / "papers.md"], docs / "images").items():
         print(f"\n{name}:\n\n{text}")
 
 
