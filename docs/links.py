@@ -1,6 +1,6 @@
-"""Checks links: of the built book, and of the Markdown files of the repository. Standard library only.
+"""Checks links: of the Markdown files of the repository, and of the built book if it is named. Standard library only.
 
-    python3 docs/links.py docs/book
+    python3 docs/links.py [docs/book]
 
 Prints each broken link and exits with 1 if there is one. Links to other hosts are not followed.
 """
@@ -74,7 +74,7 @@ def check_markdown(root):
 
 def main():
     root = Path(__file__).resolve().parents[1]
-    broken = [*check_book(Path(sys.argv[1])), *check_markdown(root)]
+    broken = [*check_markdown(root), *(found for book in sys.argv[1:] for found in check_book(Path(book)))]
     print("\n".join(broken) if broken else "links: all whole")
     return bool(broken)
 

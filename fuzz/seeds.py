@@ -33,7 +33,7 @@ CODECS = [
     "tc.planes", "tc.ordered", "tc.bitmask", "tc.raw", "tc.constant", "tc.remainder", "tc.predict step", "tc.predict moment", "tc.rows",
     "tc.factored", "tc.rounded", "tc.loguniform", "tc.blockwise8", "tc.cluster", "tc.kmeans", "tc.magnitudes",
     "tc.replay step", "tc.replay moment", "tc.gradient gradient",
-    "tc.gradient moment", "tc.joint gradient", "tc.joint moment", "tc.joint step", "tc.descent",
+    "tc.gradient moment", "tc.joint gradient", "tc.joint moment", "tc.joint step", "tc.descent", "tc.sparse",
 ]
 DTYPES = (
     "bool u8 u16 u32 u64 i8 i16 i32 i64 f16 bf16 f32 f64 c64 c128 f8_e4m3 f8_e5m2 f8_e4m3fnuz f8_e5m2fnuz f8_e8m0 f6_e2m3 f6_e3m2 f4_e2m1 "

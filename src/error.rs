@@ -278,6 +278,12 @@ impl Error {
 /// Clause of `spec/` that refuses a commit with objects that are too old.
 pub(crate) const TOO_LATE: &str = "log 7.5";
 
+impl From<tensorcask_kernels::memory::OutOfMemory> for Error {
+    fn from(e: tensorcask_kernels::memory::OutOfMemory) -> Self {
+        Self::limit(e.to_string()).source(e)
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let inner = &self.0;

@@ -46,12 +46,9 @@ mod limits;
 mod byte_size;
 mod duration;
 pub mod parallel;
-mod spare;
 mod version;
 
 mod tensor;
-
-mod kernels;
 
 // Format: bytes only, no I/O.
 pub mod wire;
@@ -94,7 +91,7 @@ pub mod testing;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
-    kernels::with_scalar(run)
+    tensorcask_kernels::with_scalar(run)
 }
 
 /// Encodes the rows of a statistics blob, which may be any rows.
@@ -120,18 +117,18 @@ pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousS
 pub use commit::{Free, History, Retained, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
-pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
 pub use precision::{Precision, PrecisionDecision, RoundingReport, TensorRounding};
 pub use reader::{
     Bf16View, Bisection, CopyReason, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, PartPlace, Predicate, ReadCounts,
     ReadRequest, RecoveredSnapshot, SkippedSnapshot, SlicePart, Snapshot, SnapshotInfo, SnapshotWatch, StepGradient, StepSelector,
-    StoreTables, StoredPart, StoredTensor, Survey, TensorMap, TensorPart, TensorStatistics, UpdateReport,
+    StoreTables, StoredPart, StoredTensor, Survey, TensorChange, TensorMap, TensorPart, TensorStatistics, UpdateReport,
 };
 pub use store::{
     AheadUploads, Bandwidth, Environment, IoCounts, PendingRequest, Store, StoreOptions, absolute_url, is_credential, with_absolute_path,
 };
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, RoleRules, Slice, Tensor, TensorView, infer_role};
+pub use tensorcask_kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, fact_of, is_writers_blob};
 pub use writer::{

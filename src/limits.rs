@@ -3,6 +3,9 @@
 
 use crate::{Error, Result};
 
+/// Memory whose lack is an error.
+pub(crate) use tensorcask_kernels::memory::{reserve, zeroed};
+
 /// Upper bounds on declared sizes and counts.
 ///
 /// Before a reader allocates memory, it checks every stored length and count against these limits and against the bytes
@@ -71,20 +74,6 @@ impl Limits {
         Err(Error::limit(format!("{what} is {value}, over the limit of {limit}; if the file is trusted, open it with larger Limits"))
             .clause("limits 2"))
     }
-}
-
-/// Returns an empty vector with room for `count` items. Returns an error if memory is short, instead of aborting.
-pub(crate) fn reserve<T>(count: usize, what: &str) -> Result<Vec<T>> {
-    let mut vec = Vec::new();
-    vec.try_reserve_exact(count).map_err(|e| Error::limit(format!("no memory for {count} items of {what}")).source(e))?;
-    Ok(vec)
-}
-
-/// Returns a zeroed buffer of `bytes`. Returns an error if memory is short, instead of aborting.
-pub(crate) fn zeroed(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    let mut vec = reserve(bytes, what)?;
-    vec.resize(bytes, 0);
-    Ok(vec)
 }
 
 /// Converts a file length or offset to an index into memory.

@@ -1,11 +1,14 @@
-"""Measures weight synchronisation: bytes and CPU seconds of one version of bf16 weights, for several shares of changed weights.
+"""Measures weight synchronisation: bytes and CPU seconds of one version of bf16 weights, for several learning rates.
 
     python benches/python/weight_sync.py [--mib 256] [--rounds 5]
 
-A changed weight moves by one unit in the last place, up or down, as after a small step of an optimizer. Compares snapshots that are read as
-differences (`tensorcask.weights`) with whole safetensors files and with deltas in slime's layout, XOR and overwritten bytes, which are made
-and applied by `tensorcask.slime`. CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same
-weights in memory. Everything is in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
+The weights are f32 numbers of a normal distribution (standard deviation 0.02), rounded to bf16. A version adds to each an update of about the
+learning rate, as Adam does, and rounds again: few weights change, nearly all of them by one unit in the last place. A share in percent instead
+of a rate: so many weights at random places change, whatever their size. Compares snapshots that are read as differences
+(`tensorcask.weights`) with whole safetensors files, with deltas in slime's layout, XOR and overwritten bytes, which are made and applied by
+`tensorcask.slime`, and with indices and values in numpy: as they are (vLLM, verl), and gaps between indices and values, each by zstd -3.
+CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is
+in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
 """
 
 from __future__ import annotations
@@ -19,28 +22,37 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
+import zstandard
 from tensorcask import slime
 from tensorcask._frameworks import RawTensor
 from tensorcask.weights import Publisher, Subscriber
 
 State = dict[str, torch.Tensor]
-SHARES = (0.001, 0.01, 0.05, 1.0)
+RATES = (1e-7, 3e-7, 1e-6, 2e-6, 5e-6)
+SHARES = (0.001, 0.01)
 
 
 def first(mib: int) -> State:
+    """Weights before they are rounded."""
     generator = torch.Generator().manual_seed(0)
     rows = mib * (1 << 20) // (2 * 4096 * 16)
-    return {f"layers.{at}.weight": (torch.randn(rows, 4096, generator=generator) * 0.02).bfloat16() for at in range(16)}
+    return {f"layers.{at}.weight": torch.randn(rows, 4096, generator=generator) * 0.02 for at in range(16)}
 
 
-def changed(state: State, share: float, seed: int) -> State:
+def updated(masters: State, rate: float, seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: (tensor + rate * torch.randn(tensor.shape, generator=generator)).bfloat16() for name, tensor in masters.items()}
+
+
+def changed(masters: State, share: float, seed: int) -> State:
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, tensor in state.items():
-        bits = tensor.view(torch.int16).clone()
+    for name, tensor in masters.items():
+        bits = tensor.bfloat16().view(torch.int16)
         chosen = torch.rand(bits.shape, generator=generator) < share
         steps = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
         found[name] = torch.where(chosen, bits + steps, bits).view(torch.bfloat16)
@@ -103,10 +115,42 @@ def slimes(encoding: str, old: State, new: State, folder: Path) -> tuple[float, 
     return size_of(folder), written, read
 
 
+def listed(level: int | None, old: State, new: State, folder: Path) -> tuple[float, float, float]:
+    path, held = folder / "listed", {name: tensor.view(torch.int16).numpy().ravel().copy() for name, tensor in old.items()}
+    after = {name: tensor.view(torch.int16).numpy().ravel() for name, tensor in new.items()}
+    parts: list[tuple[str, int, int]] = []
+
+    def write() -> None:
+        coder = zstandard.ZstdCompressor(level or 3)
+        with path.open("wb") as file:
+            for name, tensor in after.items():
+                places = np.flatnonzero(held[name] != tensor).astype(np.int32)
+                numbers = places if level is None else np.diff(places, prepend=np.int32(0))
+                columns = [column.tobytes() if level is None else coder.compress(column) for column in (numbers, tensor[places])]
+                parts.append((name, *map(file.write, columns)))
+
+    def read() -> None:
+        decoder = zstandard.ZstdDecompressor()
+        with path.open("rb") as file:
+            for name, places, values in parts:
+                columns = [file.read(places), file.read(values)]
+                if level is not None:
+                    columns = [decoder.decompress(column) for column in columns]
+                numbers = np.frombuffer(columns[0], np.int32)
+                held[name][numbers if level is None else np.cumsum(numbers)] = np.frombuffer(columns[1], np.int16)
+
+    written = cpu_seconds(write)
+    read_in = cpu_seconds(read)
+    assert all(np.array_equal(held[name], tensor) for name, tensor in after.items())
+    return path.stat().st_size, written, read_in
+
+
 WAYS = {
     "whole safetensors": whole,
     "slime, XOR": partial(slimes, "xor"),
     "slime, overwrite": partial(slimes, "overwrite"),
+    "indices, values": partial(listed, None),
+    "gaps, values, zstd -3": partial(listed, 3),
     "tensorcask": ours,
 }
 
@@ -117,19 +161,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="/dev/shm")
     arguments = parser.parse_args()
-    old = first(arguments.mib)
-    print("| changed | | MB | write, CPU s | read, CPU s |\n|---:|---|---:|---:|---:|")
-    for share in SHARES:
+    masters = first(arguments.mib)
+    old = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    cases = [(f"rate {rate:.0e}", partial(updated, masters, rate)) for rate in RATES]
+    cases += [(f"{share:.1%}", partial(changed, masters, share)) for share in SHARES]
+    print("| version | changed | | MB | write, CPU s | read, CPU s |\n|---|---:|---|---:|---:|---:|")
+    for case, make in cases:
         rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WAYS}
-        for seed in range(arguments.rounds):
-            new = changed(old, share, seed)
+        share = 0.0
+        for seed in range(1, arguments.rounds + 1):
+            new = make(seed)
+            share = statistics.fmean((new[name].view(torch.int16) != old[name].view(torch.int16)).double().mean().item() for name in old)
             for name, way in WAYS.items():
                 with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                     rounds[name].append(way(old, new, Path(folder)))
         for name, measured in rounds.items():
             sizes, *times = zip(*measured, strict=True)
             cells = [f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in times]
-            print(f"| {share:.1%} | {name} | {statistics.median(sizes) / 1e6:.1f} | {' | '.join(cells)} |", flush=True)
+            print(f"| {case} | {share:.2%} | {name} | {statistics.median(sizes) / 1e6:.3f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
         Event::Compacted { roles: Some(roles), .. } => format!("step {steps} was reduced to {}", roles.join(", ")),
         Event::Compacted { parent: None, .. } => format!("step {steps} became a base"),
         Event::Compacted { parent: Some(_), .. } => format!("step {steps} was rewritten"),
-        Event::Collecting { .. } => format!("{were} collected; gc deletes the bytes later"),
+        Event::Collecting { .. } => format!("{were} given up for deletion"),
         Event::Upgraded { must_understand, may_ignore } => {
             format!("readers must support [{}], writers also [{}]", must_understand.join(", "), may_ignore.join(", "))
         }

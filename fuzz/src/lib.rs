@@ -227,7 +227,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 24] = [
+const CODECS: [(&str, &[&str]); 25] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -252,6 +252,7 @@ const CODECS: [(&str, &[&str]); 24] = [
     ("tc.joint", &["moment", "tokens", "bits"]),
     ("tc.joint", &["step", "tokens", "bits"]),
     ("tc.descent", &["step", "tokens", "bits"]),
+    ("tc.sparse", &["changes"]),
 ];
 
 impl ChunkInput {

@@ -42,6 +42,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(upkeep::gc, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::compact, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::copy_to, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::fork, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::advise, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::times_of_saves, module)?)?;
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;

@@ -1,9 +1,9 @@
 //! `Snapshot`: describes tensors, and reads slices of tensors into buffers and blobs.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyByteArray, PyBytes, PyDict};
 use tensorcask::interchange::safetensors::{self, Selected};
-use tensorcask::{ChunkStatistics, ReadRequest, Slice, SlicePart, blocking};
+use tensorcask::{ChunkStatistics, ReadRequest, Slice, SlicePart, TensorChange, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
@@ -22,6 +22,14 @@ impl Snapshot {
     pub(crate) fn new(store: blocking::Store, inner: tensorcask::Snapshot) -> Self {
         Self { store, inner }
     }
+}
+
+/// Places of elements as an array of u64s in the byte order of this machine.
+fn places_of<'py>(py: Python<'py>, places: &[u64]) -> PyResult<Bound<'py, PyByteArray>> {
+    PyByteArray::new_with(py, places.len().saturating_mul(8), |bytes| {
+        bytes.chunks_exact_mut(8).zip(places).for_each(|(bytes, place)| bytes.copy_from_slice(&place.to_ne_bytes()));
+        Ok(())
+    })
 }
 
 /// Name, first index and extent per dimension, and the buffer that receives the slice.
@@ -104,9 +112,17 @@ impl Snapshot {
         })
     }
 
-    /// Turns the tensors of the snapshot `have`, held in these buffers, into those of this snapshot. Returns the number
-    /// of chunks that were unchanged, advanced by deltas, and rebuilt.
-    fn update_into(&self, py: Python<'_>, have: &Self, tensors: Vec<(String, Bound<'_, PyAny>)>) -> PyResult<(u64, u64, u64)> {
+    /// Turns the tensors of the snapshot `have`, held in these buffers, into those of this snapshot.
+    /// With `limit`, also returns for each tensor the places of its changed elements: u64s in native byte order, or `None` if they are
+    /// more than this share of all.
+    #[pyo3(signature = (have, tensors, limit=None))]
+    fn update_into<'py>(
+        &self,
+        py: Python<'py>,
+        have: &Self,
+        tensors: Vec<(String, Bound<'_, PyAny>)>,
+        limit: Option<f64>,
+    ) -> PyResult<Vec<Option<Bound<'py, PyByteArray>>>> {
         let mut targets = Vec::with_capacity(tensors.len());
         for (name, buffer) in &tensors {
             targets.push(Target::new(buffer).map_err(|e| named(py, name, &e))?);
@@ -114,8 +130,17 @@ impl Snapshot {
         let names: Vec<String> = tensors.into_iter().map(|(name, _)| name).collect();
         let buffers = writable(&mut targets)?;
         let tensors = names.iter().map(String::as_str).zip(buffers).collect();
-        let updated = py.detach(|| until_done(&self.store, self.inner.update_into(&have.inner, tensors)))?;
-        Ok((updated.unchanged, updated.advanced, updated.rebuilt))
+        let Some(limit) = limit else {
+            py.detach(|| until_done(&self.store, self.inner.update_into(&have.inner, tensors)))?;
+            return Ok(Vec::new());
+        };
+        let changes = py.detach(|| until_done(&self.store, self.inner.update_and_compare(&have.inner, tensors, limit)))?;
+        let listed = changes.into_iter().map(|change| match change {
+            TensorChange::None => places_of(py, &[]).map(Some),
+            TensorChange::Elements(places) => places_of(py, &places).map(Some),
+            TensorChange::Whole => Ok(None),
+        });
+        listed.collect()
     }
 
     /// Writes tensors, in ascending order of names, as one new safetensors file and syncs it. Returns the size of the

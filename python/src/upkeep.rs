@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, RetentionReport, TimeEstimate, TimeOverrides};
+use tensorcask::maintain::{
+    self, CompactOptions, CopyOptions, Deletable, ForkOptions, GcOptions, RetentionReport, TimeEstimate, TimeOverrides,
+};
 use tensorcask::{Free, Retention, SaveTimes, SnapshotRecord, StepSelector, blocking};
 
 use crate::errors::raise;
@@ -84,6 +86,17 @@ pub(crate) fn copy_to<'py>(
     Ok(report)
 }
 
+/// Begins a new run with one step of another; returns the step.
+#[pyfunction]
+#[pyo3(signature = (store, destination, step=None, share=true))]
+pub(crate) fn fork(py: Python<'_>, store: &Store, destination: &Store, step: Option<u64>, share: bool) -> PyResult<u64> {
+    let options = ForkOptions { step, share, ..ForkOptions::default() };
+    let store = &store.inner;
+    let destination = &destination.inner;
+    let (step, _) = py.detach(|| until_done(store, maintain::fork(store.inner(), destination.inner(), &options)))?;
+    Ok(step)
+}
+
 /// `keep_last`, `keep_every`, `keep_weights_every` and `free`.
 pub(crate) type RetentionArguments = (Option<u64>, Option<u64>, Option<u64>, String);
 
@@ -103,15 +116,25 @@ pub(crate) struct Retainer {
 impl Retainer {
     /// Sends no request.
     #[new]
-    fn new(store: &Store, retention: RetentionArguments) -> PyResult<Self> {
-        let inner = maintain::Retainer::new(store.inner.inner(), retention_of(retention)?, CompactOptions::default());
-        Ok(Self { store: store.inner.clone(), inner: Mutex::new(inner) })
+    fn new(store: &Store) -> Self {
+        let inner = maintain::Retainer::new(store.inner.inner(), Retention::default(), CompactOptions::default());
+        Self { store: store.inner.clone(), inner: Mutex::new(inner) }
+    }
+
+    /// Looks at the store before the first save, so that what an earlier process has forgotten is freed with it.
+    fn begin(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| {
+            let mut retainer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, retainer.begin())
+        })
     }
 
     /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights.
-    fn apply(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Option<u64>)> {
+    fn apply(&self, py: Python<'_>, retention: RetentionArguments) -> PyResult<(Vec<u64>, Option<u64>)> {
+        let retention = retention_of(retention)?;
         py.detach(|| {
             let mut retainer = self.inner.lock().map_err(|_| poisoned())?;
+            retainer.set_retention(retention);
             until_done(&self.store, retainer.apply()).map(|report| steps_of(&report))
         })
     }

@@ -13,7 +13,8 @@ True
 # _collector _native _errors _shard _dtypes _refusals _device _frameworks _convert _files _progress _source _subclasses _inert _unpickle _folders _foreign
 # _precision _state _state_search _steps _staging _planners _options _changed_rows _touched_rows _reports _html _mapped _snapshot _handle
 # _process_stores _sql _upkeep _hosts _peers _preemption _dcp_reader _dcp_paths torch _store _save_load _markers codec engine _ranks
-# _run_parts _run_saver _run interchange weights slime accelerate deepspeed lightning megatron orbax orbax_v1 torchft torchtitan transformers agent
+# _run_parts _run_saver _run interchange weights slime accelerate deepspeed lightning megatron orbax orbax_v1 torchft torchtitan
+# _adapters _rank_saves _trainer_parts _trainer_resume transformers _vllm_plugin vllm agent
 # ray _conversions __main__
 
 from ._dtypes import UnstorableTypeError

@@ -29,14 +29,24 @@ def explained(url: str) -> Iterator[None]:
         yield
     except (_native.NotFoundError, _native.StorageError) as error:
         path = _local_path(url)
-        found = None if path is None or (path / _STORE).exists() else describe(path)
-        if found is None:
+        found = None if path is None else _described(path)
+        if path is None or found is None:
             raise
-        explained = type(error)(f"{path} is {found}")
-        for name in ("kind", "object", "tensor", "chunk", "offset", "clause"):
+        # A file is no store that does not answer.
+        is_absent = path.is_file()
+        explained = (_native.NotFoundError if is_absent else type(error))(f"{path} is {found}")
+        explained.kind = "not_found" if is_absent else error.kind
+        for name in ("object", "tensor", "chunk", "offset", "clause"):
             setattr(explained, name, getattr(error, name, None))
         explained.message = str(explained)
         raise explained from None
+
+
+def _described(path: Path) -> str | None:
+    try:
+        return None if (path / _STORE).exists() else describe(path)
+    except OSError:
+        return None
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:

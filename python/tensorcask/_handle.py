@@ -41,7 +41,7 @@ class StoreHandle:
         self._pid = os.getpid()
         self._claim = "job"
         self._writer: tuple[WriterOptions, _native.Writer] | None = None
-        self._retainer: tuple[Retention, _native.Retainer] | None = None
+        self._retainer: _native.Retainer | None = None
 
     @property
     def key(self) -> Any:
@@ -107,13 +107,22 @@ class StoreHandle:
                 self._writer = None
                 raise
 
+    def begin_retention(self) -> None:
+        """Looks at the store before the first save of this process, which then frees what an earlier one has forgotten."""
+        native = self.native()
+        with self._lock:
+            if self._retainer is None:
+                retainer = _native.Retainer(native)
+                retainer.begin()
+                self._retainer = retainer
+
     def retain_steps(self, retention: Retention) -> None:
         """Forgets and reduces steps. A failure changes nothing for the writer: what it knows of the store stays right."""
         native = self.native()
         with self._lock:
-            if self._retainer is None or self._retainer[0] != retention:
-                self._retainer = (retention, _native.Retainer(native, retention))
-            self._retainer[1].apply()
+            if self._retainer is None:
+                self._retainer = _native.Retainer(native)
+            self._retainer.apply(retention)
 
     def snapshot(self, step: Step = "latest") -> Snapshot:
         """Opens the snapshot of a step, or the newest by commit."""

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -52,6 +52,16 @@ _FACTS = (-(2**63), 2**64 - 1)
 _JSON = (str, int, float, bool, type(None))
 
 
+@dataclass(frozen=True)
+class Compare:
+    """A request to list the elements that a load with ``have=`` changes. ``limit``: share of the elements of a tensor above which they are
+    not listed. ``places``, filled by the load: for each tensor the places of its changed elements in the flattened tensor, as 64-bit
+    integers, or None beyond the limit."""
+
+    limit: float
+    places: dict[str, bytearray | None] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """Options of :func:`tensorcask.load`, which describes them. Refuses wrong values before anything is read."""
@@ -67,6 +77,7 @@ class LoadOptions:
     map_location: Device | None = None
     strip_prefix: str | None = None
     mmap: bool = False
+    compare: Compare | None = None
 
     def __post_init__(self) -> None:
         if self.map_location is not None:

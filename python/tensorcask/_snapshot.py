@@ -330,7 +330,12 @@ class Snapshot(SnapshotView):
             (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
 
         if have is not None:
-            self._native.update_into(self._store.snapshot(have), without_ties(self._tensors, held))
+            untied = without_ties(self._tensors, held)
+            compare = options.compare
+            limit = None if compare is None else compare.limit
+            changed = self._native.update_into(self._store.snapshot(have), untied, limit)
+            if compare is not None:
+                compare.places.update(zip((name for name, _ in untied), changed, strict=True))
         self._native.read_into(without_ties(self._tensors, requests))
         if on_device:
             _device.read_whole(self._native, on_device)

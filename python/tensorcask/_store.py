@@ -24,7 +24,6 @@ from ._options import (
     LoadOptions,
     Objective,
     Policy,
-    Retention,
     Slices,
     Step,
     check_step,
@@ -213,16 +212,18 @@ class Store(Upkeep):
             return self.with_writer(options, lambda writer: writer.save(*arguments, rows, overwrite=overwrite, gradients=lent_gradients))
 
         with watching(self.native(), progress, f"save step {arguments[0]}"):
+            if retention is not None:
+                self._retain(self.begin_retention)
             saved = save_with_rows(changed_rows, id(self), lambda: _state.flat_arrays(state), save)
             if retention is not None:
-                self._retain(retention)
+                self._retain(lambda: self.retain_steps(retention))
             return saved
 
-    def _retain(self, retention: Retention) -> None:
+    def _retain(self, act: Callable[[], None]) -> None:
         try:
-            self.retain_steps(retention)
+            act()
         except _native.Error as error:
-            _log.warning("the step is saved, but older steps could not be forgotten or reduced; the next save tries again: %s", error)
+            _log.warning("older steps could not be forgotten, reduced or freed; the next save tries again: %s", error)
 
     def load(
         self,
@@ -260,12 +261,14 @@ class Store(Upkeep):
             return self.read_step(step, lambda snapshot: snapshot.load_with(options), strict=strict)
 
     def read_step(self, step: Step, read: Callable[[Snapshot], _T], *, strict: bool = False) -> _T:
-        """Returns what a function reads from the snapshot of a step. If the newest step is damaged, calls it for the step before."""
+        """Returns what a function reads from the snapshot of a step. If the newest step is damaged, calls it for the step before; if
+        a job has forgotten and freed the step meanwhile, for the newest one."""
         wanted = step_or_latest(step)
         if wanted is not None or strict:
             return read(self.snapshot("latest" if wanted is None else wanted))
         passed_over: list[str] = []
         first: _native.CorruptionError | None = None
+        freed = 0
         while True:
             try:
                 with _foreign.explained(self._url):
@@ -283,6 +286,12 @@ class Store(Upkeep):
                 _log.warning("step %d cannot be rebuilt; trying an older step: %s", snapshot.step, error)
                 first = first or error
                 passed_over.append(snapshot.id)
+            except _native.NotFoundError as error:
+                # A step that is still there lacks what the caller has asked for.
+                if freed == _MOST_FREED or any(info.id == snapshot.id for info in self.snapshots()):
+                    raise
+                _log.warning("step %d was forgotten while it was read; reading a newer step: %s", snapshot.step, error)
+                freed += 1
 
     def copy_to(
         self,
@@ -309,6 +318,35 @@ class Store(Upkeep):
         wanted = None if steps is None else [check_step(step) for step in steps]
         with watching(self.native(), progress, "copy"):
             return CopyReport(**_native.copy_to(self.native(), into.native(), wanted, take_over))
+
+    def fork(
+        self,
+        destination: str | os.PathLike[str] | Store | Any,
+        *,
+        step: int | None = None,
+        share: bool = True,
+        progress: Progress = None,
+    ) -> Store:
+        """Begins a new run in ``destination`` with ``step`` of this store, or the latest, and returns its store.
+
+        The fork has that step and the base of its chain, and later saves there are deltas on them. It needs nothing of this store
+        afterwards: this store may forget, collect and lose what it likes. On one file system, both share files by hard links, which
+        take no space; in one bucket, the storage copies the objects itself; otherwise, or without ``share``, all bytes are transferred
+        and checked. Forking again resumes an interrupted fork. ``destination`` is a URL or an open store, as for :meth:`copy_to`. If another
+        run has saved there, this is a ``ConflictError``.
+
+        >>> store = Store("memory://fork-example")
+        >>> for step in (1, 2, 3):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step)
+        >>> sweep = store.fork("memory://fork-example-2", step=2)
+        >>> _ = sweep.save({"w": RawTensor("u8", (3,), bytearray([9, 2, 3]))}, step=3)
+        >>> sweep.steps, bytes(sweep.load(3)["w"].data), bytes(store.load(3)["w"].data)
+        ([2, 3], b'\\t\\x02\\x03', b'\\x03\\x02\\x03')
+        """
+        into = open_store(destination, None)
+        with watching(self.native(), progress, "fork"):
+            _native.fork(self.native(), into.native(), None if step is None else check_step(step), share)
+        return into
 
     def writer(
         self,
@@ -364,6 +402,8 @@ class Store(Upkeep):
         return Reader(self, step=step, process_group=process_group)
 
 
+# Number of times that a load of the newest step begins again, because a job has freed the step meanwhile.
+_MOST_FREED = 16
 _OPEN_STORES = 8
 _stores: OrderedDict[Any, Store] = OrderedDict()
 _stores_lock = threading.Lock()

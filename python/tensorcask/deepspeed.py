@@ -23,7 +23,7 @@ after a step of the optimizer). Refused: stage 0, pipelines, tensor parallelism,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,17 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 def save_checkpoint(model_engine: Any, engine: Engine, *, step: int, user: Mapping[str, Any] | None = None) -> None:
     """Saves a DeepSpeed engine. Call it on all ranks, after ``model_engine.step()``."""
-    _check(model_engine, engine)
+    _check_ranks(engine)
+    state, values = snapshot_of(model_engine)
+    _ranks.save(engine, state, {**values, "random": _ranks.random_states()}, step, user)
+
+
+def snapshot_of(model_engine: Any, *, trained_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tensors of a snapshot, in the memory of DeepSpeed, and the values of this rank, without its random states.
+
+    ``trained_only``: leaves out frozen parameters.
+    """
+    _check(model_engine)
     pieces = list(_pieces(model_engine))
     optimizer = model_engine.optimizer.optimizer
     groups: dict[int, dict[str, Any]] = {}
@@ -54,10 +64,9 @@ def save_checkpoint(model_engine: Any, engine: Engine, *, step: int, user: Mappi
         "hyperparameters": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
         "schedule": schedule.state_dict() if schedule is not None else None,
         "scale": _scale(model_engine.optimizer),
-        "shapes": {name: list(_shape(parameter)) for name, parameter in model_engine.module.named_parameters()},
-        "random": _ranks.random_states(),
+        "shapes": _shapes(model_engine, trained_only),
     }
-    _ranks.save(engine, _tensors(model_engine, pieces, _keys(optimizer, pieces)), values, step, user)
+    return _tensors(model_engine, pieces, _keys(optimizer, pieces), trained_only), values
 
 
 def load_checkpoint(model_engine: Any, engine: Engine, step: Step = "latest") -> int | None:
@@ -65,16 +74,28 @@ def load_checkpoint(model_engine: Any, engine: Engine, step: Step = "latest") ->
 
     ``latest`` is the newest step that all ranks can load.
     """
-    _check(model_engine, engine)
+    _check_ranks(engine)
+    _check(model_engine)
     told = _ranks.load(engine, {}, step, partial=True)
     if told is None:
         return None
-    values = told.own
-    shapes = {name: list(_shape(parameter)) for name, parameter in model_engine.module.named_parameters()}
+    at = told.step
+    fill(model_engine, told.own, at, lambda state: _ranks.load(engine, state, at))
+    if told.is_own:
+        _ranks.set_random_states(told.own["random"])
+    return at
+
+
+def fill(
+    model_engine: Any, values: Mapping[str, Any], step: int, load: Callable[[dict[str, Any]], object], *, trained_only: bool = False
+) -> None:
+    """Fills a DeepSpeed engine from a snapshot. ``values``: those of :func:`snapshot_of`. ``load``: fills the tensors that it gets."""
+    _check(model_engine)
+    shapes = _shapes(model_engine, trained_only)
     other = next((name for name in {**shapes, **values["shapes"]} if shapes.get(name) != values["shapes"].get(name)), None)
     if other is not None:
         raise _native.InvalidArgumentError(
-            f"parameter `{other}` has shape {shapes.get(other)}, but {values['shapes'].get(other)} in step {told.step}"
+            f"parameter `{other}` has shape {shapes.get(other)}, but {values['shapes'].get(other)} in step {step}"
         )
     optimizer = model_engine.optimizer.optimizer
     pieces = list(_pieces(model_engine))
@@ -88,7 +109,7 @@ def load_checkpoint(model_engine: Any, engine: Engine, step: Step = "latest") ->
         state.update({key: value.clone() if torch.is_tensor(value) else value for key, value in saved["values"].items()})
         keys[piece.name] = list(saved["shards"])
     with torch.no_grad():
-        _ranks.load(engine, _tensors(model_engine, pieces, keys), told.step)
+        load(_tensors(model_engine, pieces, keys, trained_only))
         # Stage 3 keeps small parameters whole on each rank.
         persistent = getattr(model_engine.optimizer, "persistent_parameters", None)
         if persistent:
@@ -106,9 +127,6 @@ def load_checkpoint(model_engine: Any, engine: Engine, step: Step = "latest") ->
         setattr(model_engine.optimizer.loss_scaler, name, value)
     for name, value in values["counters"].items():
         setattr(model_engine, name, value)
-    if told.is_own:
-        _ranks.set_random_states(values["random"])
-    return told.step
 
 
 @dataclass(frozen=True)
@@ -152,10 +170,10 @@ def _pieces(model_engine: Any) -> Iterator[_Piece]:
                 yield _Piece(names[id(parameter)], at, buffers[at], here.start, here.numel, there.start, parameter.numel())
 
 
-def _tensors(model_engine: Any, pieces: list[_Piece], keys: Mapping[str, list[str]]) -> dict[str, Any]:
+def _tensors(model_engine: Any, pieces: list[_Piece], keys: Mapping[str, list[str]], trained_only: bool) -> dict[str, Any]:
     """The tensors of a snapshot, in the memory of DeepSpeed."""
     model: dict[str, Any] = {}
-    for name, parameter in model_engine.module.named_parameters():
+    for name, parameter in _named_parameters(model_engine, trained_only):
         if model_engine.zero_optimization_stage() == 3:
             data = parameter.ds_tensor.detach().view(-1)
             offset = min(model_engine.optimizer._get_param_partition_rank(parameter) * data.numel(), parameter.ds_numel)
@@ -186,6 +204,15 @@ def _group_state(optimizer: Any, piece: _Piece) -> dict[str, Any]:
     }
 
 
+def _named_parameters(model_engine: Any, trained_only: bool) -> Iterator[tuple[str, Any]]:
+    named = model_engine.module.named_parameters()
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad or not trained_only)
+
+
+def _shapes(model_engine: Any, trained_only: bool) -> dict[str, list[int]]:
+    return {name: list(_shape(parameter)) for name, parameter in _named_parameters(model_engine, trained_only)}
+
+
 def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -196,11 +223,15 @@ def _scale(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, (int, float, bool))}
 
 
-def _check(model_engine: Any, engine: Engine) -> None:
+def _check_ranks(engine: Engine) -> None:
     import torch.distributed as dist
 
     if (engine.rank, engine.world) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(f"the engine is of rank {engine.rank} of {engine.world}. Pass rank=dist.get_rank() and world=dist.get_world_size()")
+
+
+def _check(model_engine: Any) -> None:
+    """Refuses trainings whose state is not complete here."""
     stage = model_engine.zero_optimization_stage()
     reasons = {
         f"ZeRO stage {stage}": stage not in (1, 2, 3),

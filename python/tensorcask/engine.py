@@ -114,7 +114,7 @@ class Engine:
     ``hosts``: a run on many hosts, each with an agent of its own; a :class:`tensorcask.Hosts`, or None for one host. By default
     (``auto``) found in the variables of the launcher, if this host has fewer than ``world`` ranks. If
     ``torch.distributed`` is initialised then, all ranks must make their engine, because rank 0 broadcasts a name for this
-    start. Many hosts have neither ``next_tiers`` nor ``encode="inline"``. :attr:`hosts` tells what was found.
+    start. Many hosts cannot have ``encode="inline"``. :attr:`hosts` tells what was found.
     ``docs/src/guides/engine-hosts.md`` tells more.
 
     ``peers``: replicas in the memory of other hosts: a :class:`tensorcask.Peers`, or only its ``addresses``. A job that loses a

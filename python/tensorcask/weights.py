@@ -11,6 +11,15 @@ The trainer saves each version of its weights into a store. Each inference engin
     for version in policy.watch():
         model.load_weights(policy.named_tensors())       # as vLLM takes them; SGLang: update_weights_from_tensor
 
+An engine that takes single elements (vLLM's sparse updates, or ``tensor.view(-1)[indices] = values`` on the device) gets them from
+``changes``, so that only these are copied to the device::
+
+    for name, change in policy.changes():
+        if isinstance(change, tensorcask.weights.Change):
+            on_device[name].view(-1)[change.indices.to(device)] = change.values.to(device)
+        else:
+            on_device[name].copy_(change)
+
 A subscriber keeps a copy of the weights in host memory, and updates it in place: ``named_tensors`` copies nothing. Every byte is compared
 with its checksum. A version that is saved again, or was forgotten, is noticed, and the whole state is read.
 """
@@ -20,16 +29,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _native, _ranks
+from ._frameworks import framework_of
+from ._options import Compare, LoadOptions
+from ._snapshot import Snapshot
 from ._state import flat_arrays
 from ._store import Store, open_store
 from .engine import Engine
 
-__all__ = ["Publisher", "Subscriber"]
+__all__ = ["Change", "Publisher", "Subscriber"]
 
 _log = logging.getLogger("tensorcask")
+
+
+class Change(NamedTuple):
+    """Changed elements of a tensor. ``indices``: their places in the flattened tensor, ascending, as 64-bit integers. ``values``: their
+    new values, in the dtype of the tensor. Both are tensors of the framework of the tensor."""
+
+    indices: Any
+    values: Any
 
 
 class Publisher:
@@ -71,24 +91,76 @@ class Subscriber:
         """The version that is held; None before the first update, and after one that failed."""
         return None if self._held is None else self._held[0]
 
+    @property
+    def id(self) -> str | None:
+        """Id of the snapshot that is held; None as in ``version``."""
+        return None if self._held is None else self._held[1]
+
     def update(self, version: int | None = None) -> int | None:
         """Goes on to a version, by default to the newest. Returns it, or None if it is held already or none is published."""
+        snapshot = self._next(version)
+        if snapshot is None:
+            return None
+        self._go_to(snapshot, None)
+        return snapshot.step
+
+    def changes(self, version: int | None = None, *, limit: float = 0.25) -> list[tuple[str, Any]]:
+        """Goes on to a version as :meth:`update` does, and returns what changed: pairs of a name and a :class:`Change`, or a name and the
+        tensor itself, if more than the share ``limit`` of its elements changed. Without a new version, the list is empty.
+
+        An element has changed if one of its bits has. Unchanged tensors are left out; of tied tensors, each name has its pair. After an
+        error, and for the first version, the next call returns all tensors whole. The tensors share the memory of this object.
+
+        >>> import numpy as np
+        >>> weights = Publisher("memory://changes-of-weights")
+        >>> weights.publish({"w": np.float32([1, 2, 3, 4]), "b": np.float32([0])}, 1)
+        >>> policy = Subscriber("memory://changes-of-weights", {"w": np.zeros(4, np.float32), "b": np.zeros(1, np.float32)})
+        >>> [name for name, _ in policy.changes()]
+        ['w', 'b']
+        >>> weights.publish({"w": np.float32([1, 2, 9, 4]), "b": np.float32([0])}, 2)
+        >>> policy.changes()
+        [('w', Change(indices=array([2]), values=array([9.], dtype=float32)))]
+        """
+        snapshot = self._next(version)
+        if snapshot is None:
+            return []
+        compare = self._go_to(snapshot, Compare(limit))
+        if compare is None:
+            return list(self.named_tensors())
+        tensors = snapshot.tensors()
+        # Tied tensors have one entry.
+        places_of = {tensors[name].alias_of or name: places for name, places in compare.places.items()}
+        changed: list[tuple[str, Any]] = []
+        for name, tensor in self.named_tensors():
+            stored = self._prefix + name
+            places = places_of[tensors[stored].alias_of or stored]
+            if places is None:
+                changed.append((name, tensor))
+            elif places:
+                changed.append((name, _change_of(tensor, places)))
+        return changed
+
+    def _next(self, version: int | None) -> Snapshot | None:
+        """The snapshot of a version; None if it is held already, or none is published."""
         try:
             snapshot = self._store.snapshot("latest" if version is None else version)
         except _native.NotFoundError:
             if version is None:
                 return None
             raise
-        if self._held == (snapshot.step, snapshot.id):
-            return None
+        return None if self._held == (snapshot.step, snapshot.id) else snapshot
+
+    def _go_to(self, snapshot: Snapshot, compare: Compare | None) -> Compare | None:
+        """Returns ``compare``, filled; None if the version was read whole."""
         # After an error the tensors hold parts of two versions.
         held, self._held = self._held, None
         if held is not None and self._is_there(held):
-            snapshot.load(out=self._out, have=held[0])
+            snapshot.load_with(LoadOptions(out=self._out, have=held[0], compare=compare))
         else:
             snapshot.load(out=self._out)
+            compare = None
         self._held = snapshot.step, snapshot.id
-        return snapshot.step
+        return compare
 
     def watch(self, timeout: float | None = None, interval: float = 0.5) -> Iterator[int]:
         """Updates to each new version, and yields it. Versions that are published meanwhile are passed over. Ends after ``timeout``
@@ -141,3 +213,22 @@ class Subscriber:
             return self._store.snapshot(held[0]).id == held[1]
         except _native.NotFoundError:
             return False
+
+
+def _change_of(tensor: Any, places: bytearray) -> Any:
+    """The tensor itself if its framework has no indices."""
+    framework = framework_of(tensor)
+    if framework == "numpy":
+        import numpy as np
+
+        places_in_array = np.frombuffer(places, np.int64)
+        return Change(places_in_array, tensor.reshape(-1)[places_in_array])
+    if framework != "torch":
+        return tensor
+    import torch
+
+    indices = torch.frombuffer(places, dtype=torch.int64)
+    flat = tensor.detach().reshape(-1)
+    # PyTorch does not index all 8-bit types.
+    values = flat.view(torch.uint8)[indices].view(flat.dtype) if flat.element_size() == 1 else flat[indices]
+    return Change(indices, values)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -32,14 +33,24 @@ def interrupts():
     signal.signal(signal.SIGALRM, previous)
 
 
+def put_in_the_way(url):
+    """Puts a file where a store was. The agent may make its folder again meanwhile."""
+    while True:
+        try:
+            with open(url, "x") as no_folder:
+                no_folder.write("in the way of the store")
+            return
+        except FileExistsError:
+            shutil.rmtree(url)
+
+
 def test_finish_with_a_timeout_ends_after_an_earlier_failure(url, folder):  # noqa: F811
     engine = tensorcask.Engine(url, folder=folder, check="finite")
     engine.save({"w": np.full(10, np.nan, np.float32)}, step=1)
     waited = engine.wait()
     assert waited.failed and [step for step, _ in waited.failures] == [1]
     os.rename(url, f"{url}.kept")
-    with open(url, "w") as no_folder:
-        no_folder.write("in the way of the store")
+    put_in_the_way(url)
     engine.save(state_of(2), step=2)
     assert not engine.wait(timeout=0).failed
     with pytest.raises(tensorcask.StorageError, match=r"not in the store after 0.2 s, and memory is kept"):

@@ -57,10 +57,13 @@ def test_a_failed_retention_does_not_close_the_writer(monkeypatch, caplog):
     class Failing:
         error = tensorcask.OutcomeUnknownError("no answer")
 
-        def __init__(self, *retention):
+        def __init__(self, store):
             pass
 
-        def apply(self):
+        def begin(self):
+            pass
+
+        def apply(self, retention):
             raise self.error
 
     store = tensorcask.Store("memory://failed-retention")
@@ -74,6 +77,7 @@ def test_a_failed_retention_does_not_close_the_writer(monkeypatch, caplog):
         with pytest.raises(KeyboardInterrupt):
             store.save(state(3), step=3, keep_last=1)
     assert store._writer is writer and store.steps == [1, 2, 3]
+    store._retainer = None
     store.save(state(4), step=4, keep_last=2)
     assert store._writer is writer and store.steps == [3, 4]
 

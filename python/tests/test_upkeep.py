@@ -163,6 +163,55 @@ def test_a_job_deletes_what_it_has_forgotten(tmp_path, through):
         tensorcask.save(large, folder, step=20, keep_last=1, free="soon")
 
 
+@pytest.mark.parametrize("way", ["a process for each save", "other options each time"])
+def test_what_others_forgot_is_freed_too(tmp_path, way):
+    folder = tmp_path / "run"
+    store = tensorcask.Store(folder)
+    for step in range(1, 10):
+        # A new object knows as little of the store as a new process.
+        saver = tensorcask.Store(folder) if way == "a process for each save" else store
+        keep_every = 1000 if step % 2 and saver is store else None
+        saver.save({"w": np.random.default_rng(step).random(40_000)}, step=step, policy="full", keep_last=2, keep_every=keep_every)
+        assert stored_steps(folder) == list(range(max(1, step - 2), step + 1))
+    assert store.verify().is_clean and store.steps == [8, 9]
+
+
+def test_a_load_of_the_newest_step_begins_again_if_a_job_frees_it(url):
+    job, reader, seen = tensorcask.Store(url), tensorcask.Store(url), []
+
+    def save_large(step):
+        # Opening a step reads a small cask as a whole.
+        job.save({"w": np.random.default_rng(step).integers(0, 255, 400_000, np.uint8)}, step=step, policy="full", keep_last=1)
+
+    def read(snapshot):
+        if not seen:
+            for step in (2, 3, 4):
+                save_large(step)
+        seen.append(snapshot.step)
+        return snapshot.load()["w"]
+
+    save_large(1)
+    assert (reader.read_step("latest", read) == job.load(4)["w"]).all()
+    assert seen == [1, 4]
+
+    def ask_for_more(snapshot):
+        raise tensorcask.NotFoundError(f"step {snapshot.step} has no such part")
+
+    with pytest.raises(tensorcask.NotFoundError, match="step 4 has no such part"):
+        reader.read_step("latest", ask_for_more)
+
+
+def test_a_late_reader_learns_why_its_step_is_gone(url):
+    """The reader knows the index of the step from before, so the first missing object is that of a blob or a tensor."""
+    store = tensorcask.Store(url)
+    save(store, [1], keep_last=1)
+    store.load()
+    late = store.snapshot(1)
+    save(store, [2, 3, 4], keep_last=1)
+    with pytest.raises(tensorcask.NotFoundError, match="step 1 was forgotten since .* pin it first"):
+        late.load()
+
+
 def test_keep_last_counts_commits_and_not_step_numbers(url):
     store = tensorcask.Store(url)
     save(store, (10, 20, 5), keep_last=2)

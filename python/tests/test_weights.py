@@ -1,15 +1,17 @@
 """Weights that a trainer publishes and inference engines follow."""
 
+import importlib
 import logging
 import resource
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import tensorcask
 import torch
-from tensorcask.weights import Publisher, Subscriber
+from tensorcask.weights import Change, Publisher, Subscriber
 
 
 def weights_of(version):
@@ -31,7 +33,7 @@ def same(policy, version):
 
 def test_a_subscriber_follows_and_reads_differences(url):
     policy = Subscriber(url, like(), prefix="model.")
-    assert policy.update() is None and policy.version is None
+    assert policy.update() is None and policy.version is None and policy.id is None
     with pytest.raises(ValueError, match="no version is held"):
         next(policy.named_tensors())
     publisher = Publisher(url)
@@ -48,7 +50,7 @@ def test_a_subscriber_follows_and_reads_differences(url):
             publisher.publish(weights_of(version + 1), version + 1)
     assert seen == [4, 5, 6]
     # An inference engine that is set back, and one that starts late.
-    assert policy.update(2) == 2 and same(policy, 2)
+    assert policy.update(2) == 2 and same(policy, 2) and policy.id == tensorcask.Store(url).snapshot(2).id
     assert [info.kind for info in tensorcask.Store(url).snapshots()][1:] == ["delta"] * 5
     assert tensorcask.Store(url).snapshot(3).user["step_of_trainer"] == 30
     # The tensors are those of the caller.
@@ -162,3 +164,93 @@ def test_weights_go_through_an_engine(url, host_memory):
         engine.finish()
     policy = Subscriber(url, like(), prefix="model.")
     assert policy.update() == 2 and same(policy, 2)
+
+
+def applied(policy, on_device, limit):
+    """Applies what changed to another copy of the weights; returns the names of whole and of changed tensors."""
+    whole, listed = [], []
+    for name, change in policy.changes(limit=limit):
+        if isinstance(change, Change):
+            assert change.indices.dtype == torch.int64 and (change.indices.diff() > 0).all()
+            flat = on_device[name].view(-1)
+            if flat.element_size() == 1:
+                flat.view(torch.uint8)[change.indices] = change.values.view(torch.uint8)
+            else:
+                flat[change.indices] = change.values
+            listed.append(name)
+        else:
+            on_device[name].copy_(change)
+            whole.append(name)
+    return whole, listed
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_changes_alone_bring_another_copy_forward(url):
+    generator = torch.Generator().manual_seed(5)
+    tied = torch.randn(300, 70, generator=generator).bfloat16()
+    weights = {
+        "many": torch.randn(900, 400, generator=generator).bfloat16(),
+        "few": torch.randn(50, 40, generator=generator),
+        "fp8": torch.randn(64, 64, generator=generator).to(torch.float8_e4m3fn),
+        "same": torch.ones(7),
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(1.0),
+        "embedding": tied,
+        "head": tied,
+    }
+    publisher = Publisher(url)
+    policy = Subscriber(url, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    device = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    assert policy.changes() == []
+    publisher.publish(weights, 1)
+    assert applied(policy, device, 0.25) == (list(weights), [])
+    for version in range(2, 9):
+        # A few places everywhere, and a new tensor now and then. Version 4 and 5 are passed over.
+        places = torch.randint(0, 900 * 400, (version * 50,), generator=generator)
+        weights["many"].view(-1)[places] *= 1.01
+        weights["few"].view(-1)[version] = float("nan")
+        weights["fp8"].view(-1).view(torch.uint8)[version * 7] ^= 3
+        weights["scalar"] += 1
+        tied[version, 3] -= 0.5
+        if version == 6:
+            weights["few"] = torch.zeros(50, 40)
+        publisher.publish(weights, version)
+        if version in (4, 5):
+            continue
+        whole, listed = applied(policy, device, 0.25)
+        assert "many" in listed and "fp8" in listed and "embedding" in listed and "head" in listed
+        assert ("few" in whole) == (version == 6) and "scalar" in whole and "same" not in whole + listed
+        assert all(torch.equal(bits(device[name]), bits(weights[name])) for name in weights), version
+    assert policy.changes() == [] and policy.version == 8
+    # Back to an older version, and with no element listed.
+    publisher.publish(weights | {"same": torch.zeros(7)}, 9)
+    assert applied(policy, device, 0.0) == (["same"], [])
+
+
+def test_after_a_failed_update_everything_is_given_whole(tmp_path):
+    publisher = Publisher(str(tmp_path / "run"))
+    policy = Subscriber(str(tmp_path / "run"), {"w": torch.zeros(400_000)})
+    weights = {"w": torch.randn(400_000, generator=torch.Generator().manual_seed(1))}
+    publisher.publish(weights, 1)
+    assert [name for name, _ in policy.changes()] == ["w"]
+    weights["w"][::10] += 1
+    publisher.publish(weights, 2)
+    cask = max((tmp_path / "run" / "casks").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    whole = cask.read_bytes()
+    middle = len(whole) // 2
+    cask.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(tensorcask.CorruptionError):
+        policy.changes()
+    assert policy.version is None
+    cask.write_bytes(whole)
+    [(name, tensor)] = policy.changes()
+    assert name == "w" and torch.equal(tensor, weights["w"]) and policy.version == 2
+
+
+def test_the_entry_point_for_vllm_does_nothing_without_vllm():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["entry-points"]["vllm.general_plugins"]["tensorcask"].partition(":")
+    getattr(importlib.import_module(module), function)()

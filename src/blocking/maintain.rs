@@ -2,9 +2,9 @@
 
 use super::Store;
 pub use crate::maintain::{
-    Advice, CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Origin,
-    ProbeReport, Problem, Reduced, RetentionReport, RunTimes, TimeEstimate, TimeOverrides, VerifyDepth, VerifyOptions, VerifyReport,
-    advise, measure,
+    Advice, CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, ForkOptions, GcOptions, GcReport,
+    Origin, ProbeReport, Problem, Reduced, RetentionReport, RunTimes, TimeEstimate, TimeOverrides, VerifyDepth, VerifyOptions,
+    VerifyReport, advise, measure,
 };
 use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
 
@@ -51,6 +51,11 @@ pub fn apply_retention(store: &Store, retention: Retention, options: &CompactOpt
 /// See [`maintain::copy`](maintain::copy()).
 pub fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     source.block_on(maintain::copy(source.inner(), destination.inner(), options))
+}
+
+/// See [`maintain::fork`](maintain::fork()).
+pub fn fork(source: &Store, destination: &Store, options: &ForkOptions) -> Result<(u64, CopyReport)> {
+    source.block_on(maintain::fork(source.inner(), destination.inner(), options))
 }
 
 /// See [`maintain::measured_restore`](maintain::measured_restore()).

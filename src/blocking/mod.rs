@@ -225,6 +225,11 @@ impl Snapshot {
         self.runtime.wait(self.inner.update_into(&have.inner, tensors))
     }
 
+    /// See [`Snapshot::update_and_compare`](crate::Snapshot::update_and_compare).
+    pub fn update_and_compare(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>, limit: f64) -> Result<Vec<crate::TensorChange>> {
+        self.runtime.wait(self.inner.update_and_compare(&have.inner, tensors, limit))
+    }
+
     /// See [`Snapshot::view`](crate::Snapshot::view).
     pub fn view(&self, name: &str) -> Result<crate::TensorMap> {
         self.runtime.wait(self.inner.view(name))

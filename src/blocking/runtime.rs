@@ -1,6 +1,7 @@
 //! The tokio runtime of a blocking store.
 
 use std::future::Future;
+use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -51,8 +52,32 @@ impl Runtime {
 
 impl Drop for Owned {
     fn drop(&mut self) {
+        let Some(runtime) = self.runtime.take() else { return };
         if self.process != std::process::id() {
-            std::mem::forget(self.runtime.take());
+            std::mem::forget(runtime);
+        } else if tokio::runtime::Handle::try_current().is_ok() {
+            // A thread of a runtime must not wait for another. Python's garbage collector runs on any thread, also on one of
+            // ours that hands a log message to Python. If no thread can be started, the runtime lives on.
+            let runtime = ManuallyDrop::new(runtime);
+            let _ = std::thread::Builder::new().spawn(move || drop(ManuallyDrop::into_inner(runtime)));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Runtime;
+
+    #[test]
+    fn the_last_handle_may_go_on_a_thread_of_a_runtime() {
+        let (ends, ended) = std::sync::mpsc::channel::<()>();
+        let last = Runtime::start().unwrap();
+        last.0.runtime.as_ref().unwrap().spawn(async move {
+            let _ends = ends;
+            std::future::pending::<()>().await;
+        });
+        Runtime::start().unwrap().wait(async { drop(last) });
+        // The runtime has ended, and its tasks with it.
+        assert!(ended.recv().is_err());
     }
 }

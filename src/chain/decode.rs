@@ -1,12 +1,12 @@
 //! Rebuilds chunks: applies each op of a recipe to the results of earlier ops.
 
 use bytes::Bytes;
+use tensorcask_kernels::spare::Spare;
 
 use super::recipe::{Op, Recipe};
 use super::walk::ShardPlan;
 use crate::codec::{ChunkKind, Columns, GradientForm, Partner, Registry};
 use crate::limits::{to_usize, zeroed};
-use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// A requested chunk: the op that produces it, and its expected CRC-32.
@@ -85,7 +85,7 @@ pub(crate) fn decode_recipe(
             *last = ops.len();
         }
         if let Some(value) = values.get_mut(op) {
-            let own = || length_of(shards, ops, op, chunk).and_then(|bytes| zeroed(bytes, "a chunk")).map_err(|e| (op, e));
+            let own = || length_of(shards, ops, op, chunk).and_then(|bytes| Ok(zeroed(bytes, "a chunk")?)).map_err(|e| (op, e));
             *value = Some(match out {
                 Some(out) => Value::Out(out),
                 None => Value::Owned(own()?),
@@ -99,7 +99,7 @@ pub(crate) fn decode_recipe(
         let mut value = match values[at].take() {
             Some(value) => value,
             None => {
-                let between = length_of(shards, ops, at, chunk).and_then(|bytes| Spare::new(bytes, "a chunk"));
+                let between = length_of(shards, ops, at, chunk).and_then(|bytes| Ok(Spare::new(bytes, "a chunk")?));
                 Value::Between(between.map_err(|e| (at, e))?)
             }
         };
@@ -159,7 +159,7 @@ fn length_of(shards: &[ShardPlan], ops: &[Op], op: usize, chunk: u64) -> Result<
 fn gradients_of(shards: &[ShardPlan], op: &Op, chunk: u64) -> Result<Spare> {
     let plan = shards.get(op.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
     let elements = plan.grid.elements(chunk);
-    Spare::new(to_usize((elements.end - elements.start).saturating_mul(4), "gradients")?, "gradients")
+    Ok(Spare::new(to_usize((elements.end - elements.start).saturating_mul(4), "gradients")?, "gradients")?)
 }
 
 /// Results of the ops so far.

@@ -4,12 +4,13 @@
 //! Input:  n units of width w (1, 2, 4, 8 bytes) and n units of the base
 //! Output: mask ceil(n/8) bytes, least significant bit first; values w * popcount(mask) bytes
 //! Errors: `Corrupt` if mask, popcount and values disagree; `InvalidArgument` without a base
-//! Cost:   one pass over both inputs; kernels/mask
+//! Cost:   one pass over both inputs; kernels: mask
 //! Source: BitSnap (arXiv 2511.12376), algorithm 1 and equation 2. This codec compares bits, because floating-point
 //!         subtraction has no exact inverse
 
+use tensorcask_kernels::mask;
+
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::kernels::mask;
 use crate::{Dtype, Error, Result};
 
 /// Stores which elements changed since the parent snapshot, and their new values.

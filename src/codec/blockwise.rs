@@ -7,10 +7,11 @@
 //! Cost:   a search of 8 steps per number to encode; one multiplication per number to decode
 //! Source: Dettmers, Lewis, Shleifer, Zettlemoyer, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861)
 
+use tensorcask_kernels::floats::{floats, to_bytes, unit};
+use tensorcask_kernels::spare::Spare;
+
 use super::{Chunk, Codec, Columns, Cost, Encoded, maps};
 use crate::entropy;
-use crate::kernels::floats::{floats, to_bytes, unit};
-use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores numbers in 8 bits each. Rounds numbers, except those that an earlier decode of this codec produced.
@@ -167,7 +168,7 @@ mod tests {
         let mut out = vec![0; 8000];
         let mut other = vec![0; 8000];
         super::super::decode(&Blockwise8, &input, &mut out).unwrap();
-        crate::kernels::with_odd_environment(|| super::super::decode(&Blockwise8, &input, &mut other)).unwrap();
+        tensorcask_kernels::with_odd_environment(|| super::super::decode(&Blockwise8, &input, &mut other)).unwrap();
         assert!(out.iter().any(|byte| *byte != 0));
         assert_eq!(out, other);
     }

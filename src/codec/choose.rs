@@ -2,11 +2,11 @@
 //! never takes more bytes than raw, less what it saves in other tensors of the parameter; an assigned one may.
 
 use bytes::Bytes;
+use tensorcask_kernels::DefaultEnvironment;
+use tensorcask_kernels::spare::Spare;
 
 use super::objective::Measures;
 use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Objective, Raw, Registry};
-use crate::kernels::DefaultEnvironment;
-use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
 /// Returns the bytes that a page of `bytes` adds to a cask: the padded page and its row in the index.

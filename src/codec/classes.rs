@@ -1,10 +1,11 @@
 //! Symbols in classes by the exponent of the base: one plane for each class. `tc.ordered` stores its tokens so, and
 //! `tc.gradient` its exponents. Spec: `spec/codecs/ordered.md`, clause 3.
 
+use tensorcask_kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
+use tensorcask_kernels::part::Parted;
+use tensorcask_kernels::spare::{self, Spare};
+
 use crate::entropy::{self, Histogram};
-use crate::kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
-use crate::kernels::part::Parted;
-use crate::spare::{self, Spare};
 use crate::{Error, Result};
 
 /// Greatest number of classes that a writer makes.

@@ -7,10 +7,11 @@
 //! Cost:   15 comparisons and one multiplication per number to encode; one multiplication and one addition to decode
 //! Source: BitSnap (arXiv 2511.12376), algorithm 2 and equation 3
 
+use tensorcask_kernels::clusters::{self as kernel, MAX_CLUSTERS, Tables};
+use tensorcask_kernels::floats::{floats, to_bytes};
+use tensorcask_kernels::spare::Spare;
+
 use super::{Chunk, Codec, Columns, Cost, Encoded, maps};
-use crate::kernels::clusters::{self as kernel, MAX_CLUSTERS, Tables};
-use crate::kernels::floats::{floats, to_bytes};
-use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Boundaries between clusters.

@@ -12,13 +12,14 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use tensorcask_kernels::descent::{self as kernel, Direction, Step, Update};
+use tensorcask_kernels::floats::floats;
+use tensorcask_kernels::spare::Spare;
+
 use super::classes::TokenClasses;
 use super::replay::search::{Known, Match};
 use super::residual::{self, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, adam, sample};
-use crate::kernels::descent::{self as kernel, Direction, Step, Update};
-use crate::kernels::floats::floats;
-use crate::spare::Spare;
 use crate::tensor::is_parameter;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};

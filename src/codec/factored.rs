@@ -9,13 +9,14 @@
 //! Source: ours: predict an exponent as the sum of a row term and a column term. Adafactor (arXiv 1804.04235) observed
 //!         that second moments are nearly of rank one
 
+use tensorcask_kernels::spare::{MaybeSpare, Spare};
+use tensorcask_kernels::{bytes, factored as kernel};
+
 use super::planes;
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::entropy::{self, Histogram, PlaneBuffer};
-use crate::kernels::{bytes, factored as kernel};
 use crate::limits::reserve;
-use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Stores matrices whose magnitudes follow their rows and columns, such as optimizer moments.

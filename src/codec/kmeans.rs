@@ -11,11 +11,12 @@
 
 use std::collections::HashMap;
 
+use tensorcask_kernels::floats::{numbers, unit};
+use tensorcask_kernels::spare::Spare;
+
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Partner};
 use crate::entropy;
-use crate::kernels::floats::{numbers, unit};
 use crate::limits::reserve;
-use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -166,10 +167,10 @@ fn initial_levels(bins: &[Bin], count: usize) -> Vec<f64> {
 pub(crate) fn sensitivities(chunk: &Chunk<'_>) -> Option<Vec<f64>> {
     let known = |partner: &&Partner<'_>| matches!(partner.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16);
     let squared: Vec<f64> = if let Some(gradient) = chunk.partner("gradient").filter(known) {
-        numbers(gradient.dtype, gradient.data).map(|g| f64::from(g) * f64::from(g)).collect()
+        numbers(gradient.dtype.number_format(), gradient.data).map(|g| f64::from(g) * f64::from(g)).collect()
     } else {
         let second = chunk.partner("exp_avg_sq").filter(known)?;
-        numbers(second.dtype, second.data).map(f64::from).collect()
+        numbers(second.dtype.number_format(), second.data).map(f64::from).collect()
     };
     let finite = |x: f64| if x.is_finite() { x.max(0.0) } else { 0.0 };
     let mean = squared.iter().map(|&x| finite(x)).sum::<f64>() / squared.len().max(1) as f64;
@@ -187,7 +188,7 @@ impl KMeans {
     }
 
     fn quantize(&self, chunk: &Chunk<'_>) -> Levels {
-        let values: Vec<f32> = numbers(chunk.dtype, chunk.data).collect();
+        let values: Vec<f32> = numbers(chunk.dtype.number_format(), chunk.data).collect();
         if let Some(exact) = self.exactly(&values) {
             return exact;
         }
@@ -346,7 +347,7 @@ fn order(expected: &[u8]) -> Result<Vec<u32>> {
 fn expected_levels(levels: &[f32], dtype: Dtype, base: &[u8]) -> Result<Vec<u8>> {
     let between = midpoints(levels);
     let mut expected = reserve(base.len() / 2, "levels to expect")?;
-    expected.extend(numbers(dtype, base).map(|x| level_of(&between, x) as u8));
+    expected.extend(numbers(dtype.number_format(), base).map(|x| level_of(&between, x) as u8));
     Ok(expected)
 }
 
@@ -444,7 +445,7 @@ fn decode_elements<const N: usize>(columns: &Columns<'_>, out: &mut [u8]) -> Res
     if !rest.is_empty() || !(1..=MAX_LEVELS).contains(&elements.len()) {
         return bad(format!("{} bytes of levels", levels.len()), "kmeans 1");
     }
-    let levels: Vec<f32> = numbers(columns.dtype, levels).collect();
+    let levels: Vec<f32> = numbers(columns.dtype.number_format(), levels).collect();
     if !levels.iter().all(|level| level.is_finite()) || !levels.windows(2).all(|pair| pair[0] < pair[1]) {
         return bad("levels do not ascend or are not finite".into(), "kmeans 1");
     }

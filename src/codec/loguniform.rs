@@ -9,13 +9,14 @@
 //! Source: ours: a grid of equal ratios bounds the relative error of every number. Row and column means predict the
 //!         logarithm, and so does the base
 
+use tensorcask_kernels::bytes;
+use tensorcask_kernels::loguniform::{self as kernel, ESCAPE, Grid, MAX_LOG2};
+use tensorcask_kernels::spare::Spare;
+
 use super::terms::{LEAST, mean, term};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
-use crate::kernels::bytes;
-use crate::kernels::loguniform::{self as kernel, ESCAPE, Grid, MAX_LOG2};
 use crate::limits::reserve;
-use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores numbers of a logarithmic grid, without loss. [`Setting::LogUniform`] rounds numbers to the grid beforehand.

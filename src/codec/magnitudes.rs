@@ -12,13 +12,14 @@
 
 use std::borrow::Cow;
 
+use tensorcask_kernels::bytes;
+use tensorcask_kernels::magnitudes as kernel;
+use tensorcask_kernels::spare::{MaybeSpare, Spare};
+
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram, PlaneBuffer};
-use crate::kernels::bytes;
-use crate::kernels::magnitudes as kernel;
 use crate::limits::reserve;
-use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Stores floats by their logarithms in eighths of an octave, and the remaining bits apart. Takes fewer bytes than

@@ -32,12 +32,14 @@ mod residual;
 mod rounded;
 mod rows;
 mod rules;
+mod sparse;
 mod terms;
 
 use std::borrow::Cow;
 use std::fmt::Debug;
 
 use bytes::Bytes;
+use tensorcask_kernels::spare;
 
 pub use bitmask::Bitmask;
 pub use blockwise::Blockwise8;
@@ -62,6 +64,7 @@ pub use replay::Replay;
 pub use rounded::Rounded;
 pub use rows::Rows;
 pub use rules::CodecRules;
+pub use sparse::Sparse;
 
 pub(crate) use candidate::Candidate;
 #[cfg(test)]
@@ -71,20 +74,19 @@ pub use choose::{EncodeCheck, encode_chunk};
 pub use objective::{Objective, ObjectiveSetting};
 pub(crate) use rules::check_assigned;
 
-use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
 
 /// Decodes a chunk in the default floating-point environment, whatever the program has set for its threads.
 pub(crate) fn decode(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
-    let _environment = crate::kernels::DefaultEnvironment::enter();
+    let _environment = tensorcask_kernels::DefaultEnvironment::enter();
     codec.decode(columns, out)
 }
 
 /// Decodes a chunk and its gradients in the default floating-point environment.
 pub(crate) fn decode_gradient(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8], gradient: &mut [u8]) -> Result<GradientForm> {
-    let _environment = crate::kernels::DefaultEnvironment::enter();
+    let _environment = tensorcask_kernels::DefaultEnvironment::enter();
     codec.decode_gradient(columns, out, gradient)
 }
 

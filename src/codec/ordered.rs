@@ -8,12 +8,13 @@
 //! Source: ours: an update moves a weight by a number of ulps that depends on the weight's exponent, so tokens of
 //!         similar exponents share a code
 
+use tensorcask_kernels::bytes;
+use tensorcask_kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
+use tensorcask_kernels::spare::Spare;
+
 use super::classes::{self, Base, Clauses, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, entropy_bits};
-use crate::kernels::bytes;
-use crate::kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
-use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores how many representable numbers lie between each element and its value in the parent snapshot.
@@ -33,7 +34,7 @@ pub struct Ordered;
 const CLAUSES: Clauses = Clauses { bounds: "ordered 3", planes: "ordered 3.1" };
 
 /// Returns the position of the exponent, for types that this codec accepts.
-fn exponent_of(dtype: Dtype) -> Option<Exponent> {
+pub(super) fn exponent_of(dtype: Dtype) -> Option<Exponent> {
     let (shift, bits) = match dtype {
         Dtype::F8E4M3 | Dtype::F8E4M3Fnuz => (3, 4),
         Dtype::F8E5M2 | Dtype::F8E5M2Fnuz => (2, 5),

@@ -7,10 +7,11 @@
 //! Cost:   split and merge at memory speed, then the coders; noise is stored raw
 //! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (only exponents compress)
 
+use tensorcask_kernels::spare::{MaybeSpare, Spare};
+use tensorcask_kernels::{bytes, planes};
+
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, PlaneBuffer};
-use crate::kernels::{bytes, planes};
-use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Result};
 
 /// Stores each byte of the elements in a plane of its own.

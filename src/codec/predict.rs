@@ -10,11 +10,12 @@
 //! Source: ours: fit Adam's update rule (Kingma and Ba, arXiv 1412.6980) to each chunk by least squares, and store the
 //!         residuals
 
+use tensorcask_kernels::predict::{Moments, direction, moment, step, wide};
+use tensorcask_kernels::spare::Spare;
+
 use super::classes::TokenClasses;
 use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
-use crate::kernels::predict::{Moments, direction, moment, step, wide};
-use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 

@@ -7,8 +7,10 @@
 //! Cost:   one copy
 //! Source: none needed
 
+use tensorcask_kernels::spare;
+
 use super::{Chunk, Codec, Columns, Cost, Encoded};
-use crate::{Dtype, Error, Result, spare};
+use crate::{Dtype, Error, Result};
 
 /// Stores the elements unchanged.
 ///

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{
     Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Descent, Factored, Gradient, Joint, KMeans, LogUniform, Magnitudes, Need,
-    Ordered, Planes, Predict, Raw, Remainder, Replay, Rounded, Rows,
+    Ordered, Planes, Predict, Raw, Remainder, Replay, Rounded, Rows, Sparse,
 };
 use crate::{Dtype, Error, Result};
 
@@ -36,6 +36,7 @@ impl Default for Registry {
             Arc::new(Factored),
             Arc::new(Magnitudes),
             Arc::new(Ordered),
+            Arc::new(Sparse),
             Arc::new(Rounded),
             Arc::new(LogUniform),
             Arc::new(Cluster::default()),

@@ -8,9 +8,10 @@
 //! Source: ours: the model weight is the rounded master, so no bit is stored twice. Kahan-compensated and split-float
 //!         optimizers keep the same pair of 16-bit weight and remainder
 
+use tensorcask_kernels::{bytes, remainder};
+
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
 use crate::entropy::{self, PlaneBuffer};
-use crate::kernels::{bytes, remainder};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 

@@ -8,11 +8,12 @@
 //! Source: ours: store the bf16 rounding and the remainder in separate columns, so a reader of bf16 skips the
 //!         remainders
 
+use tensorcask_kernels::spare::Spare;
+use tensorcask_kernels::{bytes, remainder as kernel};
+
 use super::remainder::{decode_beyond, encode_beyond, estimate_beyond, max_beyond_bytes};
 use super::{Chunk, Codec, Columns, Cost, Encoded, planes};
 use crate::entropy;
-use crate::kernels::{bytes, remainder as kernel};
-use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores f32 so that readers of bf16 need only two of the five columns, about a third of the bytes.

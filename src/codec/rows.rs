@@ -7,11 +7,12 @@
 //! Cost:   one comparison, then the inner codec on the changed rows
 //! Source: Check-N-Run (NSDI 2022): an embedding row changes as a whole or not at all
 
+use tensorcask_kernels::mask;
+use tensorcask_kernels::spare::Spare;
+
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Ordered, Planes, Raw};
 use crate::entropy;
-use crate::kernels::mask;
 use crate::limits::reserve;
-use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 

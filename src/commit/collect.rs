@@ -44,26 +44,37 @@ pub(crate) struct Freeing {
     /// By live snapshot: all snapshots that it has needed, as far as this job has seen. A reader may have opened it before a
     /// compaction, and still read the chain that it had then.
     chains: BTreeMap<Id, BTreeSet<Id>>,
+    /// By live snapshot whose chain held a compacted snapshot when this job first saw it: the entry that added that snapshot.
+    /// Before the compaction, the chain may have held any older snapshot.
+    compacted_before: BTreeMap<Id, u64>,
     /// Whether the storage has refused a deletion, for want of a permission perhaps.
     is_refused: bool,
 }
 
 impl Freeing {
+    /// Frees with the first save already what an earlier process has forgotten.
+    pub(crate) fn begin(state: &LogState) -> Self {
+        let mut freeing = Self::default();
+        freeing.waiting = freeing.freeable(state);
+        freeing
+    }
+
     /// Snapshots that nothing needs, and that no live snapshot has ever needed.
     fn freeable(&mut self, state: &LogState) -> BTreeSet<Id> {
         let mut known = std::mem::take(&mut self.chains);
-        let mut oldest_known = 0;
+        let mut compacted_before = std::mem::take(&mut self.compacted_before);
         for root in state.snapshots().iter().filter(|record| is_root(record)) {
-            let is_new = !known.contains_key(&root.id);
-            if is_new && root.revision != root.sequence {
-                // It was compacted before, and may have needed any older snapshot.
-                oldest_known = oldest_known.max(root.sequence);
-            }
+            let compacted = match known.contains_key(&root.id) {
+                true => compacted_before.remove(&root.id),
+                false => newest_compacted(state, root.id),
+            };
+            self.compacted_before.extend(compacted.map(|sequence| (root.id, sequence)));
             let mut chain = known.remove(&root.id).unwrap_or_default();
             add_chain(state, root.id, &mut chain);
             self.chains.insert(root.id, chain);
         }
         let needed: BTreeSet<&Id> = self.chains.values().flatten().collect();
+        let oldest_known = self.compacted_before.values().copied().max().unwrap_or(0);
         let (idle, _) = unneeded(state, &BTreeSet::new());
         // The space of a snapshot in a log entry is never freed.
         let is_free = |record: &&SnapshotRecord| record.inline.is_none() && record.sequence > oldest_known && !needed.contains(&record.id);
@@ -114,13 +125,37 @@ impl Freeing {
     }
 }
 
-/// Deletes the casks of a collected snapshot, and then its manifest.
+/// Number of the entry that added the newest compacted snapshot in the chain of another one.
+fn newest_compacted(state: &LogState, root: Id) -> Option<u64> {
+    let links = std::iter::successors(state.by_id(root), |link| state.by_id(link.parent?));
+    links.filter(|link| link.revision != link.sequence).map(|link| link.sequence).max()
+}
+
+/// Deletes the casks of a collected snapshot, and then its manifest. Casks that another snapshot has, too, stay.
+#[boxed]
 async fn delete_objects(log: &Log, record: &SnapshotRecord) -> Result<()> {
     let place = record.manifest_place();
     let manifest = read_manifest(&log.store, &place).await?;
     refuse_features(manifest.may_ignore())?;
+    let shared = casks_of_step(log, record).await?;
     let objects = log.store.objects();
     let delete = |path: String| async move { objects.delete(&path).await };
-    concurrently(CONCURRENT_REQUESTS, manifest.casks.iter().map(|cask| delete(cask.path()))).await?;
+    let own = manifest.casks.iter().filter(|cask| !shared.contains(&cask.id));
+    concurrently(CONCURRENT_REQUESTS, own.map(|cask| delete(cask.path()))).await?;
     objects.delete(&place.path).await
+}
+
+/// Casks of the other snapshots of a step. Ranks whose receipts were committed twice, because the outcome of the first commit was not
+/// known, have the same casks in two snapshots.
+async fn casks_of_step(log: &Log, record: &SnapshotRecord) -> Result<BTreeSet<Id>> {
+    let mut casks = BTreeSet::new();
+    let is_other = |other: &&SnapshotRecord| other.step == record.step && other.id != record.id;
+    for other in log.state().snapshots().iter().filter(is_other).filter(|other| other.status != SnapshotStatus::Collected) {
+        if other.revision != other.sequence {
+            let message = "another snapshot of this step was compacted, and a reader may have its former casks";
+            return Err(Error::new(ErrorKind::Conflict, message));
+        }
+        casks.extend(read_manifest(&log.store, &other.manifest_place()).await?.casks.iter().map(|cask| cask.id));
+    }
+    Ok(casks)
 }

@@ -5,7 +5,7 @@ pub(crate) type Histogram = [u32; 256];
 
 /// Counts `symbols`, which must be fewer than 2^32.
 pub(crate) fn count(symbols: &[u8]) -> Histogram {
-    crate::kernels::bytes::histogram(symbols)
+    tensorcask_kernels::bytes::histogram(symbols)
 }
 
 /// Estimates the counts of `symbols`, which must be fewer than 2^32. Counts every 13th stretch of a long slice and

@@ -1,9 +1,10 @@
 //! Canonical Huffman codes of at most 11 bits, four streams per block. Spec: spec/entropy.md 5.
 
+use tensorcask_kernels::huffman::{self as kernel, MAX_BITS, STREAMS};
+use tensorcask_kernels::spare::Spare;
+
 use super::histogram::Histogram;
 use super::table::{Input, span};
-use crate::kernels::huffman::{self as kernel, MAX_BITS, STREAMS};
-use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// Code length of each symbol; 0 if the symbol does not occur.

@@ -1,11 +1,12 @@
 //! A plane: blocks, each stored by the coder that takes the fewest bytes. Spec: spec/entropy.md 1 to 3.
 
+use tensorcask_kernels::spare::{self, MaybeSpare, Spare};
+use tensorcask_kernels::{huffman as huffman_kernel, mask, split as split_kernel};
+
 use super::histogram::{Histogram, count, entropy_bits};
 use super::huffman::{self, Lengths};
 use super::runs;
 use super::table::Input;
-use crate::kernels::{huffman as huffman_kernel, mask, split as split_kernel};
-use crate::spare::{self, MaybeSpare, Spare};
 use crate::{Error, Result};
 
 pub(super) const RAW: u8 = 0;

@@ -3,10 +3,11 @@
 
 use std::ops::{Deref, DerefMut};
 
+use tensorcask_kernels::spare::{self, MaybeSpare, Spare};
+
 use super::plane::{BLOCK_EXPONENT, BLOCK_EXPONENTS, RAW, RAW_HEADER, encode_blocks, is_noise, stored};
 use super::{coded, decode};
 use crate::Result;
-use crate::spare::{self, MaybeSpare, Spare};
 
 /// A plane to encode: symbols for the caller to fill, with arbitrary content at first.
 #[derive(Debug)]
@@ -65,9 +66,10 @@ pub(crate) fn read_plane<'a>(code: &'a [u8], symbols: usize, what: &str) -> Resu
 
 #[cfg(test)]
 mod tests {
+    use tensorcask_kernels::spare::MaybeSpare;
+
     use super::{PlaneBuffer, RAW_HEADER, decode, read_plane};
     use crate::entropy::max_encoded_bytes;
-    use crate::spare::MaybeSpare;
 
     fn noise(seed: usize, count: usize) -> Vec<u8> {
         let mut state = seed as u64;

@@ -1,7 +1,8 @@
 //! Run-length coding: a symbol, then the length of its run. Spec: spec/entropy.md 6.
 
+use tensorcask_kernels::runs as kernel;
+
 use super::table::Input;
-use crate::kernels::runs as kernel;
 use crate::{Error, Result};
 
 /// Samples two stretches. Returns whether runs of eight or more symbols are likely.

@@ -13,8 +13,8 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
+use crate::store::map_file;
 use crate::{Dtype, Error, ReadRequest, Result, Slice, SlicePart, Snapshot, Tensor, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.

@@ -24,7 +24,7 @@ use crate::commit::{
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, Created, probe, saves_inline};
-use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Job, Manifest, STORE_FILE};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Job, Manifest, STORE_FILE, StoreFile};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Copies the snapshots of a run into a destination as they come. Writes there as one writer with an id.
@@ -39,8 +39,12 @@ pub struct Copier {
     /// The last writer when the copy began, if it may not take over from a job that has come since.
     begun_after: Option<Option<LastWriter>>,
     options: CopyOptions,
+    /// The job that goes on copying, if one does.
+    job: Job,
     /// Casks that were sent to the destination before their snapshot was committed.
     ahead: Option<AheadUploads>,
+    /// Whether the destination takes casks without a transfer where the storage can do so.
+    pub(super) shares: bool,
 }
 
 impl Copier {
@@ -50,7 +54,21 @@ impl Copier {
     #[boxed]
     pub async fn open(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
         let log = open_destination(source, destination).await?;
-        Ok(Self { destination: destination.clone(), log, writer, opened: false, begun_after: None, options, ahead: None })
+        Ok(Self::of_log(destination, log, writer, options))
+    }
+
+    pub(super) fn of_log(destination: &Store, log: Log, writer: Id, options: CopyOptions) -> Self {
+        Self {
+            destination: destination.clone(),
+            log,
+            writer,
+            opened: false,
+            begun_after: None,
+            options,
+            job: Job::here(),
+            ahead: None,
+            shares: false,
+        }
     }
 
     /// Id of this copier, as the log of the destination names it with each commit.
@@ -61,6 +79,15 @@ impl Copier {
     /// Newest live snapshot of the destination, as far as its log has been read.
     pub fn latest(&self) -> Option<&SnapshotRecord> {
         self.log.state().latest()
+    }
+
+    /// Names the process of this host for which this one copies, in the entries of later copies: neither of both alone ends the job.
+    /// `None`: this process copies for itself.
+    pub fn set_trainer(&mut self, trainer: Option<u32>) {
+        self.job = trainer.map_or_else(Job::here, Job::of_trainer);
+        if self.log.job.is_some() {
+            self.log.job = Some(self.job.clone());
+        }
     }
 
     /// Makes the next copy continue casks that were sent ahead. Casks that it does not need are given up.
@@ -148,8 +175,8 @@ impl Copier {
         Ok(report)
     }
 
-    /// Copies a cask, unless the destination has one from `since_ms` or later; every byte is checked there. Returns the time of the
-    /// cask that was there.
+    /// Copies a cask, unless the destination has one from `since_ms` or later; every byte is checked there. A cask that the storage
+    /// shares is not read. Returns the time of the cask that was there.
     async fn copy_checked(
         &self,
         from: &CaskSource,
@@ -162,6 +189,13 @@ impl Copier {
         match present(destination, &cask.path(), cask.bytes).await?.filter(|found| found.modified_ms >= since_ms) {
             Some(found) if verify_cask(&to, cask, is_base, destination.limits()).await.is_ok() => return Ok(Some(found.modified_ms)),
             _ => {}
+        }
+        if let (true, CaskSource::Object { store, path }) = (self.shares, from)
+            && destination.objects().share(store.objects(), path, cask.bytes).await?
+        {
+            report.shared_objects += 1;
+            report.shared_bytes += cask.bytes;
+            return Ok(None);
         }
         report.ahead_bytes += copy_cask(from, destination, cask, self.ahead.as_ref()).await?;
         verify_cask(&to, cask, is_base, destination.limits()).await?;
@@ -318,7 +352,7 @@ impl Copier {
     /// after a crash, note the id and [`last_writer`](Self::last_writer) before.
     #[boxed]
     pub async fn take_over(&mut self) -> Result<()> {
-        self.log.job = Some(Job::here());
+        self.log.job = Some(self.job.clone());
         self.open_log(None).await
     }
 
@@ -326,7 +360,7 @@ impl Copier {
     /// destination since.
     #[boxed]
     pub async fn take_over_from(&mut self, last: Option<Id>) -> Result<()> {
-        self.log.job = Some(Job::here());
+        self.log.job = Some(self.job.clone());
         self.open_log(Some(last)).await
     }
 
@@ -334,7 +368,7 @@ impl Copier {
     /// with `Fenced` if the last writer is another.
     #[boxed]
     pub async fn go_on_as(&mut self, ids: &[Id]) -> Result<()> {
-        self.log.job = Some(Job::here());
+        self.log.job = Some(self.job.clone());
         match self.last_writer() {
             Some(last) if ids.contains(&last) => {
                 (self.writer, self.opened) = (last, true);
@@ -435,8 +469,19 @@ async fn read_directory_bytes(store: &Store, digest: Digest) -> Result<(String, 
 /// Opens the destination, or creates it with the run id of the source.
 #[boxed]
 pub(super) async fn open_destination(source: &Store, destination: &Store) -> Result<Log> {
+    open_of_run(destination, source_file(source).await?).await
+}
+
+/// `store.json` of a source.
+pub(super) async fn source_file(source: &Store) -> Result<StoreFile> {
     let file = store_file_of(source).await.map_err(|e| e.object(source.url()))?;
     refuse_features(file.may_ignore())?;
+    Ok(file)
+}
+
+/// Opens a store of the run in `file`, or creates it.
+#[boxed]
+pub(super) async fn open_of_run(destination: &Store, file: StoreFile) -> Result<Log> {
     check_root(destination, has_store(destination, Some(file.run))).await?;
     destination.objects().ensure_root()?;
     match read_store_file(destination).await {

@@ -46,6 +46,10 @@ pub struct CopyReport {
     pub bytes: u64,
     /// Bytes of those objects that had been sent ahead.
     pub ahead_bytes: u64,
+    /// Number of casks that a fork shares with the source, or that the storage copied itself. No byte of them was transferred.
+    pub shared_objects: u64,
+    /// Size of those casks, in bytes.
+    pub shared_bytes: u64,
 }
 
 /// Snapshots to copy.

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use crate::commit::{Catalog, LogState, ManifestPlace, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
+use crate::commit::{Catalog, LogState, ManifestPlace, SnapshotRecord, SnapshotStatus, load_log, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::read_directory;
 use crate::store::{Listed, concurrently};
@@ -224,14 +224,17 @@ impl Marks {
     }
 
     /// Adds the objects that manifests name. Fails if a manifest cannot be read. A manifest that the newest state does
-    /// not need may be gone: an earlier collection with a shorter age floor has deleted it, after its casks.
+    /// not need may be gone: an earlier collection with a shorter age floor has deleted it, after its casks. So may one that a job
+    /// has freed since the state was read (log 7.6).
     #[boxed]
     pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<NamedManifest>, needed: &BTreeSet<NamedManifest>) -> Result<()> {
         let read = |named: NamedManifest| async move {
             let path = named.place.path.as_str();
             let manifest = match read_manifest(store, &named.place).await {
                 Ok(manifest) => manifest,
-                Err(_) if !needed.contains(&named) && is_gone(store, path).await? => return Ok(None),
+                Err(_) if is_gone(store, path).await? && (!needed.contains(&named) || is_given_up(store, named.snapshot).await?) => {
+                    return Ok(None);
+                }
                 Err(e) => {
                     let message = format!("{}; the objects that step {} needs are unknown, so nothing is deleted", e.message(), named.step);
                     return Err(Error::new(e.kind(), message).object(path).source(e));
@@ -264,6 +267,12 @@ impl Marks {
         }
         Ok(())
     }
+}
+
+/// Whether the log has given a snapshot up by now.
+async fn is_given_up(store: &Store, snapshot: Id) -> Result<bool> {
+    let log = load_log(store).await?;
+    Ok(log.state().by_id(snapshot).is_some_and(|record| record.status == SnapshotStatus::Collected))
 }
 
 async fn is_gone(store: &Store, path: &str) -> Result<bool> {

@@ -27,6 +27,7 @@
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier`, `copy_plan` | snapshots in another store |
+//! | `fork` | a new run that begins with a step of another one |
 //! | `cask_check`, `cask_copy` | checks the bytes of one cask; copies one cask |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
@@ -42,6 +43,7 @@ mod copier;
 mod copy;
 mod copy_plan;
 mod doctor;
+mod fork;
 mod gc;
 mod interval;
 mod mark;
@@ -58,6 +60,7 @@ pub use copier::Copier;
 pub use copy::{copy, create_for_run_of};
 pub use copy_plan::{CopyOptions, CopyReport};
 pub use doctor::{DoctorOptions, DoctorReport, doctor, is_interrupted_write};
+pub use fork::{ForkOptions, fork};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use interval::{daly_interval, lost_share, young_interval};
 pub(crate) use mark::{lost_end, newer_than_log};

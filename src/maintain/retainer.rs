@@ -6,7 +6,7 @@ use super::CompactOptions;
 use super::reduce::{Hold, OnDamage, Reduced, reduce_all};
 use crate::commit::{FiniteMarks, Freeing, Log, SnapshotRecord, Standing, decide_retention, forget_unwanted, load_complete_log};
 use crate::wire::Id;
-use crate::{Free, Result, Retained, Retention, Store};
+use crate::{ErrorKind, Free, Result, Retained, Retention, Store};
 
 /// Result of [`apply_retention`].
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -109,6 +109,28 @@ impl Retainer {
     /// The retention that is applied.
     pub fn retention(&self) -> Retention {
         self.retention
+    }
+
+    /// Applies another retention from the next call on.
+    pub fn set_retention(&mut self, retention: Retention) {
+        self.retention = retention;
+    }
+
+    /// Looks at the store before the first save of a process. The first [`apply`](Self::apply) then frees what an earlier process has
+    /// forgotten. Does nothing after the first call of it, or if there is no store yet.
+    pub async fn begin(&mut self) -> Result<()> {
+        if self.calls > 0 {
+            return Ok(());
+        }
+        match load_complete_log(&self.store).await {
+            Ok(log) => {
+                self.freeing = Freeing::begin(log.state());
+                self.log = Some(log);
+                Ok(())
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(e),
+        }
     }
 
     /// Forgets and reduces steps. After an error, the next call starts anew.

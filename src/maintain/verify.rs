@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::cask_check::CaskCheck;
 use crate::chain::{Link, chain_of, check_link};
 use crate::commit::{
-    Catalog, Contents, LogState, SnapshotRecord, live_step, read_inline, read_manifest, read_store_file, without_store_file,
+    Catalog, Contents, LogState, SnapshotRecord, SnapshotStatus, live_step, load_log, read_inline, read_manifest, read_store_file,
+    without_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, read_directory, read_index, verify_counting};
@@ -193,6 +194,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
     }
     if options.depth == VerifyDepth::Log {
         name_steps(&mut report, store, &state, &wanted, &manifests);
+        leave_out_given_up(&mut report, store, &wanted).await;
         return Ok(report);
     }
 
@@ -241,7 +243,24 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         work.leave(left);
     }
     name_steps(&mut report, store, &state, &wanted, &manifests);
+    leave_out_given_up(&mut report, store, &wanted).await;
     Ok(report)
+}
+
+/// Leaves out the problems of snapshots that were given up during the verification: a job deletes the objects of steps that it forgets
+/// (log 7.6).
+#[boxed]
+async fn leave_out_given_up(report: &mut VerifyReport, store: &Store, checked: &[&SnapshotRecord]) {
+    if report.problems.iter().all(|problem| problem.steps.is_empty()) {
+        return;
+    }
+    // The report has the problems of a log that cannot be read.
+    let Ok(now) = load_log(store).await else { return };
+    let is_given_up = |record: &&SnapshotRecord| now.state().by_id(record.id).is_some_and(|now| now.status == SnapshotStatus::Collected);
+    report.problems.retain(|problem| {
+        let concerned: Vec<&&SnapshotRecord> = checked.iter().filter(|record| problem.steps.contains(&record.step)).collect();
+        concerned.is_empty() || !concerned.into_iter().all(is_given_up)
+    });
 }
 
 /// Names the checked steps that need each damaged object.

@@ -19,8 +19,8 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use tensorcask_kernels::sketch::{BUCKETS, Sketch};
 
-use crate::kernels::sketch::{BUCKETS, Sketch};
 use crate::{Error, Result};
 
 /// Greatest distance of the rounded weights from the weights, relative to the distance that training has moved them since
@@ -325,9 +325,9 @@ impl std::fmt::Display for PrecisionDecision {
 #[cfg(test)]
 mod tests {
     use serde_json::{Map, Value, json};
+    use tensorcask_kernels::sketch::Sketch;
 
     use super::{PrecisionDecision, PrecisionReason, Profile, SampledErrors, StateSample};
-    use crate::kernels::sketch::Sketch;
     use PrecisionReason::{First, NotMeasured, Rising, Stable, UpdateError, Waiting, WeightsError};
     use Profile::{Compact, Lossless, Near};
 

@@ -2,12 +2,13 @@
 
 use std::borrow::Cow;
 
+use tensorcask_kernels::errors::{Sums, measure};
+use tensorcask_kernels::floats::{numbers, to_bytes};
+use tensorcask_kernels::loguniform::{Grid, quantize as to_grid};
+use tensorcask_kernels::remainder;
+
 use super::{BoundedSetting, Setting};
 use crate::codec::{Candidate, Chunk, Encoded};
-use crate::kernels::errors::{Sums, measure};
-use crate::kernels::floats::{numbers, to_bytes};
-use crate::kernels::loguniform::{Grid, quantize as to_grid};
-use crate::kernels::remainder;
 use crate::limits::zeroed;
 use crate::wire::ChunkErrors;
 use crate::{Dtype, Result, RoundingReport};
@@ -99,7 +100,7 @@ fn errors_of(dtype: Dtype, before: &[u8], after: &[u8]) -> Sums {
     if dtype == Dtype::F32 {
         return measure(before, after);
     }
-    let [before, after] = [before, after].map(|data| to_bytes(&numbers(dtype, data).collect::<Vec<f32>>()));
+    let [before, after] = [before, after].map(|data| to_bytes(&numbers(dtype.number_format(), data).collect::<Vec<f32>>()));
     measure(&before, &after)
 }
 

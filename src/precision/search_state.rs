@@ -13,12 +13,12 @@
 use std::collections::{BTreeMap, HashMap};
 
 use rayon::prelude::*;
+use tensorcask_kernels::errors::updates;
+use tensorcask_kernels::floats::numbers;
 
 use super::search::{ChunkTrial, levels, steps_and_bits, try_chunk};
 use super::{BoundedSetting, Precision, Setting, round};
 use crate::codec::{Chunk, KMeans, LevelError, Partner, sensitivities};
-use crate::kernels::errors::updates;
-use crate::kernels::floats::numbers;
 use crate::{Dtype, Error, Result, TensorView, parallel};
 
 /// Elements of a tensor that are tried, from its middle.
@@ -221,7 +221,7 @@ impl<'a> Sample<'a> {
             (Kind::Adam, _) => updates([partner("exp_avg")?; 2], [chunk.data, data]),
             (Kind::Momentum | Kind::Sensed | Kind::Unsensed, _) => {
                 let weights = self.sensitivities.iter().copied().chain(std::iter::repeat(1.0));
-                let pairs = numbers(chunk.dtype, chunk.data).zip(numbers(chunk.dtype, data)).zip(weights);
+                let pairs = numbers(chunk.dtype.number_format(), chunk.data).zip(numbers(chunk.dtype.number_format(), data)).zip(weights);
                 let pairs = pairs.filter(|((x, y), _)| x.is_finite() && y.is_finite());
                 pairs.fold([0.0; 2], |[error, size], ((x, y), weight)| {
                     let x = f64::from(x);

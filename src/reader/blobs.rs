@@ -46,7 +46,7 @@ pub(super) async fn read_stored(
         let ranges: Vec<Range<u64>> = numbers.iter().filter_map(|&number| Some(blobs.get(number)?.page.range.clone())).collect();
         let read = match chain.newest().small_casks.get(cask).and_then(OnceLock::get) {
             Some(whole) => ranges.iter().map(|range| slice_of(whole, range).map_err(|e| source.locate(e))).collect::<Result<Vec<_>>>()?,
-            None => source.get_ranges(&ranges).await?,
+            None => chain.explained(source.get_ranges(&ranges).await).await?,
         };
         for (number, bytes) in numbers.into_iter().zip(read) {
             if let (Some(blob), Some(place)) = (blobs.get(number), found.get_mut(number)) {

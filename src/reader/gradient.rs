@@ -7,12 +7,13 @@
 //! Invariant: no number is returned for a chunk that holds no gradient of exactly this step. Estimating one from two moments
 //! would need the decay of the optimizer, which a store does not know.
 
+use tensorcask_kernels::{NumberFormat, statistics};
+
 use super::Snapshot;
 use super::execute::{Apart, Jobs, Target, touched};
 use super::open_chain::OpenChain;
 use crate::chain::{Plans, Step};
 use crate::codec::{ChunkKind, GradientForm, MomentRule};
-use crate::kernels::statistics;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error, Limits, Result, Slice, Tensor, ValueStatistics, boxed};
@@ -111,7 +112,7 @@ impl Snapshot {
 impl StepGradient {
     /// Returns extremes, sums and counts of the gradient, such as the sum of its squares.
     pub fn statistics(&self) -> ValueStatistics {
-        statistics::values(Dtype::F32, &self.tensor.data).unwrap_or_default()
+        statistics::values(NumberFormat::F32, &self.tensor.data)
     }
 
     fn new(tensor: Tensor, moment: &str, forms: &[ChunkForm]) -> Self {

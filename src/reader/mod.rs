@@ -11,7 +11,7 @@
 //! | `narrow` | reads f32 as bf16 |
 //! | `stored`, `view` | places of the bytes of a tensor; maps raw chunks of local files |
 //! | `windows` | divides a state into parts that are read one after the other |
-//! | `since` | updates a state to another snapshot |
+//! | `since`, `changes` | updates a state to another snapshot, and tells what changed |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests and verification, rounding errors, blobs, and how a snapshot is stored |
 //! | `tables`, `survey` | tensors and chunks as Arrow tables; the same read of many snapshots |
 //! | `tensor_statistics` | statistics of whole tensors |
@@ -21,6 +21,7 @@
 mod bisect;
 mod blobs;
 mod cask_source;
+mod changes;
 mod content;
 mod execute;
 mod gradient;
@@ -45,6 +46,7 @@ mod windows;
 pub use bisect::{Bisection, MatchedStep, MatchedTensor};
 pub(crate) use blobs::has_blobs;
 pub(crate) use cask_source::CaskSource;
+pub use changes::TensorChange;
 pub(crate) use content::{check_content, chunk_crcs, tensor_crcs, verify_counting};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use gradient::StepGradient;

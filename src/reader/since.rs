@@ -4,6 +4,7 @@ use bytes::Bytes;
 use rayon::prelude::*;
 
 use super::Snapshot;
+use super::changes::{ChangedElements, TensorChange};
 use super::execute::{ChunkItem, PageFetch, Pages};
 use super::open_chain::OpenChain;
 use crate::chain::{ChunkPlan, ShardPlan, Step, check_decoded};
@@ -62,6 +63,36 @@ impl Snapshot {
     /// Held bytes are compared with their checksums first. A chunk that does not match `have` is rebuilt. After an
     /// error, each buffer may hold chunks of both snapshots.
     pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<UpdateReport> {
+        Ok(self.update(have, tensors, None).await?.0)
+    }
+
+    /// Like [`update_into`](Self::update_into). Returns for each tensor, in the order of `tensors`, which of its elements have other
+    /// bits now. Of a tensor with more changed elements than the share `limit`, from 0 to 1, they are not listed.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+    /// use tensorcask::{Dtype, Metadata, Policy, Store, TensorChange, TensorView};
+    /// let store = Store::open("memory://changes-example")?;
+    /// let mut writer = store.writer(Policy::Consecutive).await?;
+    /// for (step, bytes) in [(1, [1, 2, 3, 4]), (2, [1, 2, 9, 4])] {
+    ///     writer.save(step, &[TensorView::new("w", Dtype::U8, &[4], &bytes)?], &[], &Metadata::default()).await?;
+    /// }
+    /// let mut held = [1, 2, 3, 4];
+    /// let (have, new) = (store.snapshot(1).await?, store.snapshot(2).await?);
+    /// let changes = new.update_and_compare(&have, vec![("w", &mut held)], 0.5).await?;
+    /// assert_eq!((changes, held), (vec![TensorChange::Elements(vec![2])], [1, 2, 9, 4]));
+    /// # Ok(()) }
+    /// ```
+    pub async fn update_and_compare(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>, limit: f64) -> Result<Vec<TensorChange>> {
+        Ok(self.update(have, tensors, Some(limit)).await?.1)
+    }
+
+    async fn update(
+        &self,
+        have: &Snapshot,
+        tensors: Vec<(&str, &mut [u8])>,
+        limit: Option<f64>,
+    ) -> Result<(UpdateReport, Vec<TensorChange>)> {
         let mut outs = Vec::new();
         let mut shards = Vec::new();
         let mut owners = Vec::new();
@@ -87,7 +118,9 @@ impl Snapshot {
                 shards.push(plan);
                 owners.push((outs.len(), tensor));
             }
-            outs.push((whole, out));
+            let elements = whole.element_count().unwrap_or(0);
+            let changed = limit.map(|limit| ChangedElements::new(directory.dtype(tensor), elements, limit));
+            outs.push(Held { whole, out, changed });
         }
         let rows = self.chain.load_plans(&shards).await?;
         let held_rows = have.chain.load_plans(&held).await?;
@@ -117,8 +150,17 @@ impl Snapshot {
             }
         }
         update.apply(batch, &mut outs, &mut done).await?;
-        Ok(done)
+        let changes = outs.into_iter().filter_map(|held| held.changed).map(ChangedElements::into_change);
+        Ok((done, changes.collect()))
     }
+}
+
+/// A whole tensor in a buffer of the caller.
+struct Held<'a> {
+    whole: Rect,
+    out: &'a mut [u8],
+    /// The elements that change, if the caller wants to know them.
+    changed: Option<ChangedElements>,
 }
 
 /// An update of shards from the snapshot `have` to that of `chain`.
@@ -153,7 +195,7 @@ impl Update<'_> {
     }
 
     #[boxed]
-    async fn apply(&self, batch: Vec<Work>, outs: &mut [(Rect, &mut [u8])], done: &mut UpdateReport) -> Result<()> {
+    async fn apply(&self, batch: Vec<Work>, outs: &mut [Held<'_>], done: &mut UpdateReport) -> Result<()> {
         let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
         let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
         let with_held = |work: Work| self.take_held(&outs[work.item], work);
@@ -194,7 +236,7 @@ impl Update<'_> {
     }
 
     /// Copies the held bytes of a chunk. They are of no use if their checksum is not that of the chunk in `have`.
-    fn take_held(&self, (whole, out): &(Rect, &mut [u8]), mut work: Work) -> Result<(Work, Vec<u8>)> {
+    fn take_held(&self, Held { whole, out, .. }: &Held<'_>, mut work: Work) -> Result<(Work, Vec<u8>)> {
         let plan = &self.shards[work.shard];
         let bytes = plan.grid.bytes(work.chunk);
         let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
@@ -269,6 +311,11 @@ fn move_runs(plan: &ShardPlan, chunk: u64, whole: &Rect, mut each: impl FnMut(Ru
     }
 }
 
-fn put(plan: &ShardPlan, chunk: u64, bytes: &[u8], (whole, out): &mut (Rect, &mut [u8])) {
-    move_runs(plan, chunk, whole, |run| copy_run(plan.dtype, run, bytes, out));
+fn put(plan: &ShardPlan, chunk: u64, bytes: &[u8], Held { whole, out, changed }: &mut Held<'_>) {
+    move_runs(plan, chunk, whole, |run| {
+        if let Some(changed) = changed {
+            changed.compare(run, bytes, out);
+        }
+        copy_run(plan.dtype, run, bytes, out);
+    });
 }

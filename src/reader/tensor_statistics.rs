@@ -1,6 +1,5 @@
 //! Statistics of whole tensors, from those of their chunks.
 
-use crate::kernels::statistics::numbers_per_element;
 use crate::{ChangeStatistics, ChunkStatistics, Dtype, ValueStatistics};
 
 /// Statistics of a tensor of a snapshot: those of its chunks, added up.
@@ -39,7 +38,7 @@ impl TensorStatistics {
     /// assert_eq!(complex.numbers(), 20);
     /// ```
     pub fn numbers(&self) -> u64 {
-        self.elements.saturating_mul(numbers_per_element(self.dtype))
+        self.elements.saturating_mul(self.dtype.numbers_per_element())
     }
 
     /// Adds up the chunks of one tensor; `None` without chunks.

@@ -10,8 +10,8 @@ use super::cask_source::slice_of;
 use super::execute::ChunkItem;
 use super::open_chain::OpenChain;
 use super::stored::{PartPlace, StoredPart, StoredTensor};
-use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
+use crate::store::map_file;
 use crate::{ChunkGrid, Dtype, Limits, Result, boxed};
 
 /// A tensor in memory, in parts: mapped from files where its chunks are stored raw, copied where they are not.
@@ -134,7 +134,7 @@ impl PartReader<'_> {
     async fn decode(&self, parts: Vec<&StoredPart>) -> Result<Vec<Bytes>> {
         let bytes = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
         Limits::check(bytes, self.chain.store.limits().max_read_bytes, "size of the chunks to copy")?;
-        let buffers = parts.iter().map(|part| zeroed(to_usize(part.bytes, "a tensor")?, "a tensor"));
+        let buffers = parts.iter().map(|part| Ok(zeroed(to_usize(part.bytes, "a tensor")?, "a tensor")?));
         let mut buffers: Vec<Vec<u8>> = buffers.collect::<Result<_>>()?;
         let mut items = Vec::new();
         for (part, buffer) in parts.iter().zip(&mut buffers) {

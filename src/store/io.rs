@@ -119,16 +119,20 @@ impl Objects {
         }
     }
 
-    /// Whether the place of a local store has not been a folder yet: it is absent, or a file of another tool.
-    fn is_no_folder(&self) -> bool {
-        self.client().is_err_and(|e| e.kind() == ErrorKind::NotFound)
+    /// Whether the folder of a local store does not exist yet.
+    fn is_no_folder(&self) -> Result<bool> {
+        match self.client() {
+            Ok(_) => Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(true),
+            Err(e) => Err(e),
+        }
     }
 
     /// Lists the objects in a folder, ordered by path. Leaves out whatever does not have the name of an object (README 2).
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         let _pending = self.request("list", folder, 0);
-        if self.is_no_folder() {
+        if self.is_no_folder()? {
             return Ok(Vec::new());
         }
         let mut found: Vec<Listed> = match self.local_folder() {
@@ -286,8 +290,10 @@ pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option
 
 /// Files that interrupted writes have left on local disk, or that are being written. Listings of objects leave them out.
 pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
-    let Some(root) = objects.local_folder().filter(|_| !objects.is_no_folder()) else { return Ok(Vec::new()) };
-    let root = root.to_owned();
+    if objects.is_no_folder()? {
+        return Ok(Vec::new());
+    }
+    let Some(root) = objects.local_folder().map(std::path::Path::to_owned) else { return Ok(Vec::new()) };
     blocking(objects.url.clone(), move || local::staged(&root)).await
 }
 
@@ -300,7 +306,7 @@ pub(crate) async fn remove_staged_file(objects: &Objects, path: &str) -> Result<
 }
 
 /// Runs work on local files on a thread that may wait. One hop to such a thread takes longer than most requests.
-async fn blocking<T: Send + 'static>(object: String, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+pub(super) async fn blocking<T: Send + 'static>(object: String, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
     done.unwrap_or_else(|e| Err(Error::new(ErrorKind::Storage, format!("a task for local files ended early: {e}")).object(object)))
 }

@@ -103,12 +103,19 @@ fn walk(root: &Path, folder: &str, is_wanted: impl Fn(&str) -> bool) -> Result<V
             let Ok(name) = entry.file_name().into_string() else { continue };
             let path = if folder.is_empty() { name } else { format!("{folder}/{name}") };
             // An entry that is gone by now belonged to another process. Neither call follows a link.
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => folders.push(path),
-                Ok(kind) if kind.is_file() && is_wanted(&path) => {
-                    found.extend(entry.metadata().ok().map(|metadata| Listed::of_file(path, &metadata)));
+            let metadata = match entry.file_type() {
+                Ok(kind) if kind.is_dir() => {
+                    folders.push(path);
+                    continue;
                 }
-                _ => {}
+                Ok(kind) if kind.is_file() && is_wanted(&path) => entry.metadata(),
+                Ok(_) => continue,
+                Err(e) => Err(e),
+            };
+            match metadata {
+                Ok(metadata) => found.push(Listed::of_file(path, &metadata)),
+                Err(e) if is_absence(&e) => {}
+                Err(e) => return Err(Error::io(path, e)),
             }
         }
     }

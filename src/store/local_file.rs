@@ -10,7 +10,13 @@ use std::io::{Error, ErrorKind, Result, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytes::Bytes;
 use object_store::{MultipartUpload, PutPayload, PutResult, UploadPart};
+
+/// Maps a local file into memory. The file must not change while the bytes are in use.
+pub(crate) fn map_file(path: &Path) -> crate::Result<Bytes> {
+    tensorcask_kernels::map::map_file(path).map_err(|e| crate::Error::io(path.display().to_string(), e))
+}
 
 /// Upload of one file.
 #[derive(Debug)]
@@ -210,7 +216,7 @@ fn temporary_name(path: &Path, number: u32) -> PathBuf {
 }
 
 /// Creates a folder of a store, and makes it durable.
-fn create_folder(folder: &Path, fsync: bool) -> Result<()> {
+pub(super) fn create_folder(folder: &Path, fsync: bool) -> Result<()> {
     let existing = folder.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
     std::fs::create_dir_all(folder)?;
     for folder in folder.ancestors().filter(|_| fsync) {

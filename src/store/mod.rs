@@ -28,6 +28,7 @@ mod root_change;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 #[cfg_attr(not(all(feature = "aws", feature = "gcp", feature = "azure")), allow(dead_code, reason = "each kind of store uses some of it"))]
 mod settings;
+mod share;
 mod tee;
 mod upload;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
@@ -45,6 +46,7 @@ pub use bandwidth::Bandwidth;
 pub(crate) use cache::Caches;
 pub use environment::{Environment, is_credential, with_absolute_path};
 pub(crate) use io::{objects_after, remove_staged_file, staged_files};
+pub(crate) use local_file::map_file;
 pub(crate) use objects::{Created, Listed, Medium, Objects, concurrently};
 pub use open::{StoreOptions, absolute_url};
 pub(crate) use pages::names_in_pages;

@@ -1,6 +1,7 @@
 //! Requests to the object store below the root of a store. `io` and `fetch` add the operations.
 
 use std::future::Future;
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +13,7 @@ use object_store::path::Path;
 use super::pending::{Pending, PendingRequest, PendingRequests};
 use super::root::{LocalRoot, local_objects};
 use super::work::WorkCounters;
-use crate::{Error, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// Requests to the object store below one root. Counts requests and bytes.
 pub(crate) struct Objects {
@@ -68,16 +69,26 @@ impl Objects {
         if let Some(client) = self.client.get() {
             return Ok(client);
         }
-        match &self.medium {
-            // Another process may have created the folder since this handle was opened.
-            Medium::Local(given) if given.is_dir() => {
-                let root = LocalRoot::new(given).map_err(|e| Error::io(&self.url, e))?;
-                let root = self.root_folder.get_or_init(|| Arc::new(root));
-                let client = local_objects(&root.folder, self.fsync)?;
-                Ok(self.client.get_or_init(|| client))
+        let missing = || Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url);
+        let fail = |e| Error::io(&self.url, e);
+        let Medium::Local(given) = &self.medium else { return Err(missing()) };
+        // Another process may have created the folder since this handle was opened. A folder that cannot be looked up may well
+        // be there: a job that took it for a missing store would begin from its first step.
+        match std::fs::metadata(given) {
+            Ok(found) if found.is_dir() => {}
+            Ok(_) => {
+                let message = "no folder lies at the path of the store; remove what lies there, or give another path";
+                return Err(Error::new(ErrorKind::Storage, message)
+                    .object(&self.url)
+                    .source(io::Error::from(io::ErrorKind::NotADirectory)));
             }
-            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(missing()),
+            Err(e) => return Err(fail(e)),
         }
+        let root = LocalRoot::new(given).map_err(fail)?;
+        let root = self.root_folder.get_or_init(|| Arc::new(root));
+        let client = local_objects(&root.folder, self.fsync)?;
+        Ok(self.client.get_or_init(|| client))
     }
 
     /// Counts a request that sends these bytes, and notes it as pending until the result is dropped.

@@ -184,9 +184,9 @@ impl StoreOptions {
         let folder = std::path::absolute(&folder).map_err(|e| Error::io(url, e))?;
         check_is_text(&folder).map_err(|e| e.object(url))?;
         let store = assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self);
-        // Resolves the path now, if the folder exists.
+        // Resolves the path now, if the folder exists. If its storage does not answer, the first request says so, as with a server.
         match store.objects().client() {
-            Err(e) if e.kind() != ErrorKind::NotFound => Err(e),
+            Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Storage) => Err(e),
             _ => Ok(store),
         }
     }

@@ -41,7 +41,7 @@ pub(crate) async fn probe(objects: &Objects) -> Result<ProbeReport> {
 /// Like [`probe`], in a place that has no store and may not exist. Leaves a local disk as it was.
 pub(crate) async fn probe_without_store(objects: &Objects) -> Result<ProbeReport> {
     let Some(root) = objects.local_folder() else { return probe(objects).await };
-    let missing: Vec<_> = root.ancestors().take_while(|folder| !folder.exists()).collect();
+    let missing: Vec<_> = root.ancestors().take_while(|folder| matches!(folder.try_exists(), Ok(false))).collect();
     std::fs::create_dir_all(root).map_err(|e| Error::io(root.display().to_string(), e))?;
     let found = probe(objects).await;
     for folder in std::iter::once(root.join("probe").as_path()).chain(missing) {

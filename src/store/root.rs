@@ -60,7 +60,11 @@ pub(super) fn local_objects(folder: &Path, fsync: bool) -> Result<Arc<dyn Object
     let name = || folder.display().to_string();
     let resolved = folder.canonicalize().map_err(|e| Error::io(name(), e))?;
     check_is_text(&resolved).map_err(|e| e.object(name()))?;
-    let local = guarded::caught("", || LocalFileSystem::new_with_prefix(folder)).map_err(|e| Error::storage(name(), e))?;
+    let local = guarded::caught("", || LocalFileSystem::new_with_prefix(folder)).map_err(|e| match folder.try_exists() {
+        // Another process has removed it since.
+        Ok(false) => Error::io(name(), io::ErrorKind::NotFound.into()),
+        _ => Error::storage(name(), e),
+    })?;
     Ok(Arc::new(Guarded::new(Arc::new(local.with_fsync(fsync)), "")))
 }
 

@@ -1,5 +1,7 @@
 //! Element types. Codes and names: `spec/container.md`, clause 7.
 
+use tensorcask_kernels::{Float8Format, NumberFormat};
+
 use crate::{Error, Result};
 
 macro_rules! dtypes {
@@ -131,6 +133,40 @@ impl Dtype {
         )
     }
 
+    /// Format of the numbers of this type; `None` for integers, packed floats and complex numbers.
+    pub(crate) fn number_format(self) -> Option<NumberFormat> {
+        Some(match self {
+            Self::F16 => NumberFormat::F16,
+            Self::Bf16 => NumberFormat::Bf16,
+            Self::F32 => NumberFormat::F32,
+            Self::F64 => NumberFormat::F64,
+            Self::F8E4M3 => NumberFormat::F8(Float8Format::E4M3),
+            Self::F8E5M2 => NumberFormat::F8(Float8Format::E5M2),
+            Self::F8E4M3Fnuz => NumberFormat::F8(Float8Format::E4M3Fnuz),
+            Self::F8E5M2Fnuz => NumberFormat::F8(Float8Format::E5M2Fnuz),
+            Self::F8E8M0 => NumberFormat::F8(Float8Format::E8M0),
+            _ => return None,
+        })
+    }
+
+    /// Format of the numbers that are measured: those of this type, or the parts of complex numbers, one after the other.
+    /// All types that can hold NaN or infinities have one.
+    pub(crate) fn measured_format(self) -> Option<NumberFormat> {
+        match self {
+            Self::C64 => Some(NumberFormat::F32),
+            Self::C128 => Some(NumberFormat::F64),
+            _ => self.number_format(),
+        }
+    }
+
+    /// Returns how many numbers of the measured format an element holds.
+    pub(crate) fn numbers_per_element(self) -> u64 {
+        match self {
+            Self::C64 | Self::C128 => 2,
+            _ => 1,
+        }
+    }
+
     /// Returns the bytes of `elements` elements, or `None` beyond u64.
     pub fn byte_count(self, elements: u64) -> Option<u64> {
         elements.checked_mul(self.bits()).map(|bits| bits.div_ceil(8))
@@ -151,5 +187,29 @@ impl Dtype {
 impl std::fmt::Display for Dtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tensorcask_kernels::NumberFormat;
+
+    use super::Dtype;
+
+    #[test]
+    fn elements_that_can_be_nan_are_measured_number_by_number() {
+        for &dtype in Dtype::ALL {
+            let width = |format| match format {
+                NumberFormat::F8(_) => 8,
+                NumberFormat::F16 | NumberFormat::Bf16 => 16,
+                NumberFormat::F32 => 32,
+                NumberFormat::F64 => 64,
+            };
+            let measured = dtype.measured_format();
+            assert_eq!(measured.is_some(), dtype.is_float() && !dtype.is_packed(), "{dtype}");
+            assert!(measured.is_none_or(|format| width(format) * dtype.numbers_per_element() == dtype.bits()), "{dtype}");
+            let is_complex = matches!(dtype, Dtype::C64 | Dtype::C128);
+            assert_eq!(dtype.number_format(), measured.filter(|_| !is_complex), "{dtype}");
+        }
     }
 }

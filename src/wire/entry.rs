@@ -117,21 +117,39 @@ pub struct Leader {
 pub struct Job {
     /// Name of the host on which the writer runs.
     pub host: String,
-    /// Number of the writer's process there.
+    /// Number of the process there that trains or saves; 0 if it is in a container and has none there.
     pub process: u32,
+    /// Number of the process that commits for it, if that is another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<u32>,
 }
 
 impl Job {
     /// The job of this process.
     pub fn here() -> Self {
-        Self { host: host_name(), process: std::process::id() }
+        Self { host: host_name(), process: std::process::id(), agent: None }
+    }
+
+    /// The job of another process of this host, for which this process commits.
+    pub fn of_trainer(process: u32) -> Self {
+        Self { process, agent: Some(std::process::id()), ..Self::here() }
     }
 }
 
+/// Name of this host. In a container that numbers its processes anew, also the name of these numbers: the container may have the
+/// name of its host, and process 7 there is another one.
 #[cfg(target_os = "linux")]
 fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    match std::fs::read_link("/proc/self/ns/pid") {
+        Ok(numbers) if numbers.as_os_str() != NUMBERS_OF_HOST => format!("{name} ({})", numbers.display()),
+        _ => name,
+    }
 }
+
+/// Name of the process numbers of a Linux host itself (`PROC_PID_INIT_INO` of the kernel).
+#[cfg(target_os = "linux")]
+const NUMBERS_OF_HOST: &str = "pid:[4026531836]";
 
 #[cfg(not(target_os = "linux"))]
 fn host_name() -> String {

@@ -1,9 +1,9 @@
 //! The blob `tc.errors`: the rounding error of each stored chunk. Spec: `spec/errors.md`.
 
 use serde::{Deserialize, Serialize};
+use tensorcask_kernels::errors::Sums;
 
 use super::seal;
-use crate::kernels::errors::Sums;
 use crate::tensor::Rect;
 use crate::version::FormatVersion;
 use crate::{Error, Limits, Result};

@@ -14,9 +14,9 @@ use parquet::arrow::arrow_writer::ArrowWriterOptions;
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use tensorcask_kernels::statistics::{ChangeStatistics, ValueStatistics};
 
 use super::parquet_pages::{TextBudget, check_pages};
-use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, is_measured, numbers_per_element};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::{Dtype, Error, ErrorKind, Limits, Result};
 
@@ -50,7 +50,7 @@ impl ChunkStatistics {
 
     /// Number of numbers, which the counts of `values` and `change` cover: a complex element has two.
     pub fn numbers(&self) -> u64 {
-        self.elements.saturating_mul(numbers_per_element(self.dtype))
+        self.elements.saturating_mul(self.dtype.numbers_per_element())
     }
 
     /// Returns the statistics of steps as a table: the columns of the blob, after a column `step`.
@@ -353,7 +353,7 @@ impl<'a> Table<'a> {
             return refuse("a change without a reference step, or of more elements than there are", "statistics 4");
         }
         let is_always_measured = matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64);
-        if found.values.is_some() && !is_measured(dtype) || found.values.is_none() && is_always_measured {
+        if found.values.is_some() && dtype.measured_format().is_none() || found.values.is_none() && is_always_measured {
             return refuse("values of a type that has none, or none of a type that has them", "statistics 3");
         }
         if let Some(values) = &found.values {

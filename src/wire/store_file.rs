@@ -29,6 +29,11 @@ impl StoreFile {
         Self { format: FORMAT.into(), version: FormatVersion::CURRENT.to_string(), must_understand: vec![], may_ignore: vec![], run }
     }
 
+    /// The content for another run with the same features.
+    pub fn for_run(self, run: Id) -> Self {
+        Self { run, ..self }
+    }
+
     /// Features that a reader may ignore, but a writer may not.
     pub fn may_ignore(&self) -> &[String] {
         &self.may_ignore

@@ -8,14 +8,14 @@
 use std::cmp::Reverse;
 
 use rayon::prelude::*;
+use tensorcask_kernels::errors::updates;
+use tensorcask_kernels::sketch::Sketch;
 
 use super::input::{ChunkRef, SaveInput};
 use super::layout::StateLayout;
 use super::pipeline::SavePipeline;
 use super::rounding::{stored_form, stored_form_alone};
 use crate::commit::Log;
-use crate::kernels::errors::updates;
-use crate::kernels::sketch::Sketch;
 use crate::precision::{PrecisionDecision, Profile, SampledErrors, StateSample};
 use crate::tensor::ChunkGrid;
 use crate::wire::Id;
@@ -70,7 +70,7 @@ fn sample_of(input: &SaveInput<'_>, profiles: &[Precision; 2]) -> Result<Option<
     let has_masters = tensors().any(|(tensor, _)| is_master(tensor.description.dtype, &tensor.description.role));
     let is_weight = |dtype: Dtype, role: &str| match has_masters {
         true => is_master(dtype, role),
-        false => role == "model" && Sketch::reads(dtype),
+        false => role == "model" && Sketch::reads(dtype.number_format()),
     };
     let numbers = |wanted: &dyn Fn(Dtype, &str) -> bool| -> Vec<usize> {
         tensors().filter(|(tensor, _)| wanted(tensor.description.dtype, &tensor.description.role)).map(|(_, number)| number).collect()
@@ -116,7 +116,7 @@ fn weights_of(inputs: &[SaveInput<'_>; 2], at: ChunkRef, number: u64) -> Result<
     let original = near.original(at)?;
     let dtype = near.tensor(at).description.dtype;
     let mut chunk = SampledChunk::EMPTY;
-    chunk.weights.add(number, dtype, original);
+    chunk.weights.add(number, dtype.number_format(), original);
     for (input, squares) in inputs.iter().zip(&mut chunk.squares) {
         *squares = stored_form(input, at, None)?.errors.map_or(0.0, |errors| errors.squares);
     }

@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use rayon::prelude::*;
+use tensorcask_kernels::spare::{MaybeSpare, Spare, fits};
 
 use super::BaseKeeping;
 use crate::codec::{Columns, EncodedChunk, Registry, decode};
 use crate::limits::{reserve, to_usize};
-use crate::spare::{MaybeSpare, Spare, fits};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
 use crate::{Error, Result, TensorView, parallel};

@@ -5,11 +5,11 @@
 //! decoded.
 
 use rayon::prelude::*;
+use tensorcask_kernels::spare::Spare;
 
 use super::base_cache::{BaseCache, BaseChunk, CachedChunk, key_of};
 use super::input::{ChunkRef, SaveInput};
 use crate::reader::{ChunkItem, chunk_crcs};
-use crate::spare::Spare;
 use crate::{Error, Result, boxed, parallel};
 
 /// The base of each chunk, from the cache or the store. `None` for a chunk that the parent does not have, for a chunk

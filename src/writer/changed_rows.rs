@@ -9,10 +9,10 @@
 use std::collections::HashMap;
 
 use rayon::prelude::*;
+use tensorcask_kernels::row_hash::row_hash;
 
 use super::base_cache::{ShardKey, key_of};
 use super::layout::{LayoutTensor, StateLayout};
-use crate::kernels::row_hash::row_hash;
 use crate::tensor::ChunkGrid;
 use crate::wire::Id;
 use crate::{Result, TensorView, parallel};

@@ -6,8 +6,9 @@
 
 use std::fmt;
 
-use crate::kernels::finite::is_finite;
-use crate::kernels::statistics::{ValueStatistics, values};
+use tensorcask_kernels::finite::is_finite;
+use tensorcask_kernels::statistics::{ValueStatistics, values};
+
 use crate::tensor::{is_moment, is_parameter};
 use crate::{Dtype, Error, Result};
 
@@ -57,10 +58,11 @@ impl NonFinite {
     /// Looks for elements that should be finite; `None` if there are none. `measured` are the statistics of the chunk, if
     /// they are known.
     pub(crate) fn find(tensor: &str, role: &str, dtype: Dtype, data: &[u8], measured: Option<&ValueStatistics>) -> Option<Self> {
-        if !is_checked(role) || (measured.is_none() && is_finite(dtype, data)) {
+        if !is_checked(role) || (measured.is_none() && dtype.measured_format().is_none_or(|format| is_finite(format, data))) {
             return None;
         }
-        let ValueStatistics { nan, positive_infinity, negative_infinity, .. } = measured.copied().or_else(|| values(dtype, data))?;
+        let ValueStatistics { nan, positive_infinity, negative_infinity, .. } =
+            measured.copied().or_else(|| dtype.measured_format().map(|format| values(format, data)))?;
         let is_mask = tensor.to_ascii_lowercase().contains("mask");
         let infinite = positive_infinity.saturating_add(if is_mask { 0 } else { negative_infinity });
         (nan > 0 || infinite > 0).then_some(Self { nan, infinite })
@@ -94,15 +96,17 @@ fn is_checked(role: &str) -> bool {
 #[cfg(test)]
 #[allow(clippy::little_endian_bytes, reason = "test data")]
 mod tests {
+    use tensorcask_kernels::NumberFormat;
+    use tensorcask_kernels::statistics::values;
+
     use super::NonFinite;
     use crate::Dtype;
-    use crate::kernels::statistics::values;
 
     #[test]
     fn parameters_and_moments_are_checked_and_masks_may_hold_negative_infinities() {
         let find = |tensor: &str, role: &str, numbers: &[f32]| {
             let data: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-            let measured = values(Dtype::F32, &data);
+            let measured = Some(values(NumberFormat::F32, &data));
             let found = NonFinite::find(tensor, role, Dtype::F32, &data, None);
             assert_eq!(found, NonFinite::find(tensor, role, Dtype::F32, &data, measured.as_ref()));
             found.map(|found| found.to_string())

@@ -8,7 +8,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::kernels::remainder::rounds_to;
+use tensorcask_kernels::remainder::rounds_to;
+
 use crate::parallel::SAVE_WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, is_number, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};

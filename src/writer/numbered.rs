@@ -20,13 +20,13 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use rayon::prelude::*;
+use tensorcask_kernels::floats::numbers;
 
 use super::BaseKeeping;
 use super::base_cache::BaseCache;
 use super::base_chunks::base_chunks;
 use super::input::{ChunkRef, SaveInput};
 use super::layout::{LayoutTensor, StateLayout};
-use crate::kernels::floats::numbers;
 use crate::tensor::{is_moment, is_parameter};
 use crate::{Dtype, Result, parallel};
 
@@ -414,7 +414,7 @@ impl Samples {
     fn take(&self, dtype: Dtype, data: &[u8]) -> Vec<f64> {
         let width = if dtype == Dtype::F32 { 4 } else { 2 };
         let at = |&place: &usize| data.get(place * width..(place + 1) * width);
-        self.places.iter().filter_map(at).flat_map(|unit| numbers(dtype, unit)).map(f64::from).collect()
+        self.places.iter().filter_map(at).flat_map(|unit| numbers(dtype.number_format(), unit)).map(f64::from).collect()
     }
 }
 

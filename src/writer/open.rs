@@ -39,13 +39,17 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
             log.job = Some(Job::here());
             None
         }
-        Claim::Once => {
-            if let Some(owner) = Owner::of(&log).await?.filter(|owner| owner.writer != id) {
-                return Err(owner.refusal(store));
+        Claim::Once | Claim::OnceTakingOver => {
+            let takes_over = options.claim == Claim::OnceTakingOver;
+            let owner = Owner::of(&log).await?;
+            match owner {
+                // The job itself saves by hand, and goes on.
+                Some(owner) if owner.writer == id => log.job = Some(Job::here()),
+                Some(owner) if !takes_over => return Err(owner.refusal(store)),
+                _ => {}
             }
-            Some(log.state().last_writer)
+            (!takes_over).then_some(log.state().last_writer)
         }
-        Claim::OnceTakingOver => None,
     };
     let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
@@ -66,6 +70,7 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
         // The log admits a step of a session only once.
         pipeline.options.existing_step = ExistingStep::Replace;
     }
+    let freeing = if pipeline.options.retention.is_some() { Freeing::begin(log.state()) } else { Freeing::default() };
     Ok(Writer {
         pipeline,
         id,
@@ -80,7 +85,7 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
         measures_saves: true,
         stopped: Stopped(None),
         marks: FiniteMarks::default(),
-        freeing: Freeing::default(),
+        freeing,
         leader,
     })
 }

@@ -10,10 +10,11 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use tensorcask_kernels::errors::updates;
+
 use super::input::{ChunkRef, SaveInput};
 use super::layout::LayoutTensor;
 use crate::codec::{Chunk, KMeans, LevelError, Partner};
-use crate::kernels::errors::updates;
 use crate::precision::{Rounded, Setting, round};
 use crate::tensor::is_parameter;
 use crate::wire::{ChunkErrors, ErrorsFile, ShardErrors};

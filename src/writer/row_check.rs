@@ -1,9 +1,10 @@
 //! Check of the rows that callers name as changed, before anything is encoded from them.
 
+use tensorcask_kernels::row_hash::row_hash;
+
 use super::base_cache::BaseChunk;
 use super::input::{ChunkRef, SaveInput};
 use crate::codec::Chunk;
-use crate::kernels::row_hash::row_hash;
 use crate::precision::Rounded;
 use crate::reader::chunk_crcs;
 use crate::{Error, Result, TensorView, boxed};

@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use tensorcask_kernels::statistics::{ChangeStatistics, ValueStatistics, changes, values};
+
 use super::input::{ChunkRef, SaveInput};
 use crate::codec::{Chunk, ChunkKind};
-use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, changes, values};
 use crate::wire::ChunkStatistics;
 use crate::{Error, Limits, Result};
 
@@ -29,10 +30,10 @@ impl Measured {
     pub(crate) fn of(chunk: &Chunk<'_>, kind: ChunkKind) -> Self {
         let change = match (kind, chunk.base) {
             (ChunkKind::Unchanged, _) => Some(ChangeStatistics { changed: 0, squares: Some(0.0), ulps: 0 }),
-            (_, Some(base)) => changes(chunk.dtype, base, chunk.data),
+            (_, Some(base)) => chunk.dtype.measured_format().map(|format| changes(format, base, chunk.data)),
             (_, None) => None,
         };
-        Self { elements: chunk.element_count, values: values(chunk.dtype, chunk.data), change }
+        Self { elements: chunk.element_count, values: chunk.dtype.measured_format().map(|format| values(format, chunk.data)), change }
     }
 }
 

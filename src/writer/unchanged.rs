@@ -13,7 +13,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::chain::chain_of;
 use crate::commit::LogState;
-use crate::kernels::statistics::is_measured;
 use crate::reader::{Snapshot, tensor_crcs};
 use crate::tensor::{is_moment, is_parameter};
 use crate::wire::DirectoryTensor;
@@ -145,7 +144,7 @@ impl UnchangedTensors {
 
 /// Whether a tensor is a parameter that training changes.
 fn is_compared(tensor: &DirectoryTensor) -> bool {
-    is_parameter(&tensor.role) && is_measured(tensor.dtype)
+    is_parameter(&tensor.role) && tensor.dtype.measured_format().is_some()
 }
 
 /// Number of links of a chain up to which [`recall`] reads its indexes.

@@ -7,13 +7,13 @@
 //! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
 use bytes::Bytes;
+use tensorcask_kernels::spare::Spare;
 
 use super::NonFinite;
 use super::cask_writer::{ChunkPlace, EncodeOptions};
 use super::statistics::Measured;
 use crate::codec::{self, Candidate, Chosen, Chunk, ChunkKind, Columns, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
 use crate::limits::to_usize;
-use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// A chunk of a unit, as it will be stored.

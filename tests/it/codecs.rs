@@ -5,7 +5,7 @@ use std::path::Path;
 use bytes::Bytes;
 use safetensors::SafeTensors;
 use tensorcask::Dtype;
-use tensorcask::codec::{Chunk, Cluster, CodeMap, Codec, Columns, Edges, Registry};
+use tensorcask::codec::{Chunk, Cluster, CodeMap, Codec, Columns, Edges, EncodeCheck, Objective, Registry, encode_chunk};
 
 #[test]
 fn every_codec_of_the_registry_keeps_the_contract() {
@@ -84,8 +84,39 @@ fn real_states_shrink_to_what_their_entropies_allow() {
     let xor = ratio("tc.planes", 2401, Some(2400), "model.");
     let ordered = ratio("tc.ordered", 2401, Some(2400), "model.");
     assert!(xor < 0.03 && ordered < 0.02, "one step of fine-tuning: planes {xor}, ordered {ordered}");
+    let sparse = ratio("tc.sparse", 2401, Some(2400), "model.");
+    assert!(sparse < 0.8 * ordered, "one step of fine-tuning: ordered {ordered}, sparse {sparse}");
     let master = ratio("tc.ordered", 1001, Some(1000), "optimizer.master");
     assert!(master < 0.75, "masters: {master}");
+}
+
+/// Weights of a normal distribution that are rounded to bf16 after an update of about the same size for all.
+#[test]
+fn sparse_takes_a_byte_for_a_change_at_every_learning_rate() {
+    let registry = Registry::default();
+    let take = |codec: &str, chunk: &Chunk<'_>| bytes_of(registry.get(codec).unwrap().as_ref(), chunk).unwrap();
+    let mut state = 7u64;
+    let mut uniform = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u32 << 24) as f32
+    };
+    let mut normal = move || (0..12).map(|_| uniform()).sum::<f32>() - 6.0;
+    let masters: Vec<f32> = (0..1 << 18).map(|_| 0.02 * normal()).collect();
+    let updates: Vec<f32> = masters.iter().map(|_| normal()).collect();
+    let rounded = |rate: f32| -> Vec<u8> {
+        masters.iter().zip(&updates).flat_map(|(master, update)| half::bf16::from_f32(master + rate * update).to_le_bytes()).collect()
+    };
+    let base = rounded(0.0);
+    for rate in [1e-7, 3e-7, 1e-6, 2e-6, 5e-6] {
+        let data = rounded(rate);
+        let changed = base.chunks(2).zip(data.chunks(2)).filter(|(base, data)| base != data).count();
+        let chunk = Chunk { base: Some(&base), ..Chunk::new(Dtype::Bf16, 1 << 18, &data) };
+        let [sparse, ordered] = ["tc.sparse", "tc.ordered"].map(|codec| take(codec, &chunk));
+        assert!(sparse <= changed + changed / 10 + 40, "{rate}: {sparse} bytes for {changed} changes");
+        assert!(sparse < ordered, "{rate}: {sparse} bytes, ordered {ordered}");
+        let chosen = encode_chunk(&registry, Objective::BALANCED, &chunk, EncodeCheck::Decode).unwrap();
+        assert_eq!(chosen.codec.unwrap().id, "tc.sparse", "{rate}");
+    }
 }
 
 #[test]

@@ -206,7 +206,7 @@ async fn saved_by_a_job_elsewhere() -> (Store, Arc<InMemory>) {
     save(&mut store.writer(Policy::Full).await.unwrap(), 7).await.unwrap();
     // The last entry may be changed, because no other follows it.
     let mut last = store.history().entries().await.unwrap().pop().unwrap();
-    last.job = Some(Job { host: "node7".to_owned(), process: 4711 });
+    last.job = Some(Job { host: "node7".to_owned(), process: 4711, agent: None });
     let path = Path::from(LogEntry::path_of(last.sequence));
     memory.put(&path, last.encode().unwrap().0.into()).await.unwrap();
     (wrap(memory.clone()), memory)
@@ -230,6 +230,23 @@ async fn a_save_by_hand_ends_no_job_unless_it_is_told_to() {
     save(&mut job, 10).await.unwrap();
     assert_eq!(store.writer_with(by(Claim::Once)).await.unwrap_err().kind(), ErrorKind::Conflict, "this process is a job");
     save(&mut job, 11).await.unwrap();
+    assert_clean(&store).await;
+}
+
+/// A job may import another checkpoint with its own id. It stays the owner.
+#[tokio::test]
+async fn a_save_by_hand_of_the_job_itself_gives_nothing_up() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let by = |claim, id| WriterOptions { claim, id, ..WriterOptions::default() };
+    for claim in [Claim::Once, Claim::OnceTakingOver] {
+        let id = Some(Id([7; 16]));
+        let mut job = store.writer_with(by(Claim::Job, id)).await.unwrap();
+        let step = store.snapshots().await.unwrap().len() as u64 + 1;
+        save(&mut job, step).await.unwrap();
+        save(&mut store.writer_with(by(claim, id)).await.unwrap(), step + 1).await.unwrap();
+        assert_eq!(store.writer_with(by(Claim::Once, None)).await.unwrap_err().kind(), ErrorKind::Conflict);
+        save(&mut job, step + 2).await.unwrap();
+    }
     assert_clean(&store).await;
 }
 

@@ -31,6 +31,7 @@ mod damaged_mirrors;
 mod fault_proxy;
 mod faults;
 mod floors;
+mod forks;
 mod freeing;
 mod gradients;
 mod guards;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::common::{SmallState, data, until};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
+use tensorcask::maintain::{self, CompactOptions, ForkOptions, GcOptions, VerifyOptions};
 use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, TensorView};
 
 /// Returns a store under a fresh prefix of the bucket.
@@ -44,6 +44,27 @@ async fn real_checkpoints_come_back_from_a_server() {
     }
     let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+/// The server copies the casks itself where it can. The fork has every byte, and outlives its source.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fork_in_one_bucket_outlives_its_source() {
+    let Some(source) = store("forked") else { return };
+    let mut writer = source.writer(Policy::Full).await.unwrap();
+    let state = crate::common::noise(3, 300_000);
+    let tensors = [TensorView::new("w", Dtype::U8, &[300_000], &state).unwrap()];
+    writer.save(1, &tensors, &[], &Metadata::default()).await.unwrap();
+    let fork = store("fork").unwrap();
+    let (step, report) = maintain::fork(&source, &fork, &ForkOptions::default()).await.unwrap();
+    eprintln!("{}: {report:?}", fork.url());
+    assert_eq!((step, report.snapshots), (1, 1));
+    writer.save(2, &tensors, &[], &Metadata::default()).await.unwrap();
+    source.forget(&[1]).await.unwrap();
+    let at_once = GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() };
+    maintain::gc(&source, &at_once).await.unwrap();
+    let fork = Store::open(fork.url()).unwrap();
+    assert!(maintain::verify(&fork, &VerifyOptions::default()).await.unwrap().is_clean());
+    assert_eq!(fork.snapshot(Latest).await.unwrap().read("w", &Slice::all()).await.unwrap().data, state);
 }
 
 /// A mistyped bucket is no empty store: reading and saving fail, and the error names the bucket.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::common::{data, is_thorough, wrap};
 use object_store::memory::InMemory;
 use proptest::prelude::*;
+use tensorcask::codec::CodecRules;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
 use tensorcask::precision::Setting;
@@ -405,7 +406,8 @@ async fn a_receipt_is_the_writers_own() {
 async fn changed_rows_go_with_rounding() {
     let store = memory();
     let precision = Precision::parse(["near"]).unwrap();
-    let options = WriterOptions { base_cache: BaseKeeping::None, ..options(precision) };
+    let codecs = CodecRules::parse(["*=tc.rows"]).unwrap();
+    let options = WriterOptions { base_cache: BaseKeeping::None, codecs, ..options(precision) };
     let mut writer = store.writer_with(options).await.unwrap();
     let mut numbers: Vec<f32> = (0..64 * 256).map(|i| (i as f32 * 0.7).sin() * 1e-3).collect();
     let before = bytes(&numbers);

@@ -173,3 +173,27 @@ async fn a_mount_that_disappears_ends_the_save() {
         assert_newest(&url, 4).await;
     }
 }
+
+/// Only a path at which nothing lies has no store. A file system that does not answer, such as one whose server died, must not look
+/// like a run that has saved nothing: a job would begin from its first step.
+#[tokio::test]
+async fn a_folder_that_cannot_be_looked_up_is_no_missing_store() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    std::fs::write(path("file"), b"not a folder").unwrap();
+    symlink(path("loop"), path("loop")).unwrap();
+    for place in [path("file"), path("file").join("store"), path("loop"), path("loop").join("store"), path(&"n".repeat(300))] {
+        let store = Store::open(place.to_str().unwrap()).unwrap();
+        let errors = [
+            store.snapshot(Latest).await.map(|_| ()).unwrap_err(),
+            store.history().records().await.map(|_| ()).unwrap_err(),
+            store.writer(Policy::Consecutive).await.map(|_| ()).unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::Storage, "{}: {error}", place.display());
+            assert!(error.to_string().contains(place.to_str().unwrap()), "{error}");
+        }
+    }
+    let missing = Store::open(path("missing").to_str().unwrap()).unwrap();
+    assert_eq!(missing.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
+}

@@ -12,6 +12,7 @@ mod copy;
 mod diff;
 mod doctor;
 mod forget;
+mod fork;
 mod gc;
 mod gradient;
 mod inspect;
@@ -78,6 +79,8 @@ pub(crate) enum Verb {
     Gc(gc::Args),
     /// Copy snapshots into another store
     Copy(copy::Args),
+    /// Begin a new run with one step of another, without a copy where the storage can share it
+    Fork(fork::Args),
     /// Write one step into a new store, with the shards of all ranks merged
     Consolidate(consolidate::Args),
     /// Save a checkpoint of another format: torch.save, DCP, sharded safetensors, slime (Python package only)
@@ -142,6 +145,7 @@ impl Verb {
             Self::Compact(args) => compact::run(&args),
             Self::Gc(args) => gc::run(&args),
             Self::Copy(args) => copy::run(&args),
+            Self::Fork(args) => fork::run(&args),
             Self::Consolidate(args) => consolidate::run(&args),
             Self::Import(_) => package::refuse("import", "torch", "For safetensors files, use `tensorcask save`"),
             Self::Export(_) => package::refuse("export", "torch", "For safetensors files, use `tensorcask restore`"),

@@ -29,6 +29,7 @@ fn every_report_has_the_documented_keys() {
         ("gc", "gc @run --apply"),
         ("doctor", "doctor @run"),
         ("copy", "copy @run @copy"),
+        ("fork", "fork @run @fork --step 1000"),
         ("consolidate", "consolidate @run @archive"),
         ("log", "log @run"),
     ] {
@@ -168,6 +169,7 @@ fn every_verb_explains_itself() {
         "compact",
         "gc",
         "copy",
+        "fork",
         "consolidate",
         "doctor",
     ] {

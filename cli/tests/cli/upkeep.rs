@@ -188,7 +188,9 @@ fn the_doctor_tests_a_storage_before_the_first_save() {
     std::fs::write(place.path("file"), b"").unwrap();
     let refused = place.run("doctor @file/run --json");
     assert_eq!(refused.status.code(), Some(1), "no store can be there");
-    assert_eq!(one_object(&refused)["problems"][0]["kind"], "storage");
+    let refused = one_object(&refused);
+    assert_eq!(refused["error"]["kind"], "storage");
+    assert!(refused["error"]["object"].as_str().unwrap().ends_with("file/run"), "{refused}");
 }
 
 /// Texts of users may have any length. The width of a format specification does not.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use tensorcask::{Claim, WriterOptions};
 use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent, stop_agent};
 
 use super::host::*;
@@ -188,6 +189,22 @@ fn memory_does_not_grow_with_the_number_of_saves() {
 }
 
 /// A reader that waits for the end of the trainer's pipe does not wait for the agent.
+/// The trainer lives, and starts another agent with its next save. A save by hand must not end it meanwhile.
+#[test]
+fn a_job_whose_agent_has_died_still_owns_its_store() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.kill_agent();
+    let by_hand = || host.store().writer_with(WriterOptions { claim: Claim::Once, ..WriterOptions::default() });
+    let refusal = by_hand().unwrap_err();
+    assert!(refusal.message().contains(&format!("process {} on host", std::process::id())), "{refusal}");
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2]);
+}
+
 #[test]
 fn an_agent_closes_inherited_pipes() {
     let host = Host::new();

@@ -2,7 +2,11 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
+
+use tensorcask::{Claim, WriterOptions};
+use tensorcask_engine::agent_status;
 
 use super::host::*;
 
@@ -102,6 +106,41 @@ fn the_agent_uses_the_environment_of_each_trainer() {
     assert!(!host.agent_log().contains("secret-of-the-test"));
     host.kill_agent();
     agent.wait().unwrap();
+}
+
+/// As in a pod whose containers share memory and no processes: neither process has a number where the other is.
+#[test]
+fn a_trainer_and_an_agent_in_two_containers_work_together() {
+    let container = |program: &std::ffi::OsStr| {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]).arg(program);
+        command
+    };
+    let host = Host::new();
+    let alone = host.agent_command(&[]);
+    let mut agent = container(alone.get_program()).args(alone.get_args()).spawn().unwrap();
+    until("the agent listens", || agent_status(Some(&host.engine_folder())).is_ok());
+    let trainer = |steps: &str| {
+        let command = container(std::env::current_exe().unwrap().as_os_str());
+        host.trainer_by(command, &[("TEST_STEPS", steps), ("TEST_WAIT", "1")])
+    };
+    let mut first = trainer("2");
+    assert_eq!(first.expect("restored"), ["0", "nothing", "0"]);
+    while first.says().unwrap()[0] != "done" {}
+    first.kill();
+    until("the agent has lost the trainer", || host.status().runs[0].ranks[0].trainer.is_none());
+    let mut second = trainer("3");
+    let restored = second.expect("restored");
+    assert!(restored[0] == "2" && restored[1].starts_with("memory"), "{restored:?}");
+    while second.says().unwrap()[0] != "done" {}
+    until("all steps are in the store", || host.stored_steps() == [1, 2, 3]);
+    // A process that cannot be looked for may still run.
+    second.kill();
+    agent.kill().unwrap();
+    agent.wait().unwrap();
+    let by_hand = WriterOptions { claim: Claim::Once, ..WriterOptions::default() };
+    let refused = host.store().writer_with(by_hand).map(|_| ()).unwrap_err().to_string();
+    assert!(refused.contains("a process in another container"), "{refused}");
 }
 
 /// A proxy gets each request for `http://` as it is, so the server above can stand in for one.

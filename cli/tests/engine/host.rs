@@ -133,7 +133,11 @@ impl Host {
 
     /// Starts a trainer in its own process; see [`trainer_process`].
     pub(crate) fn trainer(&self, words: &[(&str, &str)]) -> Trainer {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        self.trainer_by(Command::new(std::env::current_exe().unwrap()), words)
+    }
+
+    /// Does the same by a command that starts this program.
+    pub(crate) fn trainer_by(&self, mut command: Command, words: &[(&str, &str)]) -> Trainer {
         command.args(["host::trainer_process", "--exact", "--nocapture", "--test-threads=1"]);
         command.env("TEST_TRAINER", self.engine_folder()).env("TEST_STORE", self.store_path());
         command.envs(words.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());

@@ -23,6 +23,7 @@ pub(crate) struct Job {
     /// Time without a commit after which another host looks whether the leader is gone.
     pub patience: Duration,
     pub store_path: String,
+    pub next_tiers: Vec<String>,
     /// Ports of the agents, if they copy each other's memory.
     pub ports: Vec<u16>,
 }
@@ -38,7 +39,7 @@ impl Job {
     pub(crate) fn new() -> Self {
         let hosts: Vec<Host> = (0..HOSTS).map(|_| Host::new()).collect();
         let store_path = hosts[0].store_path().to_str().unwrap().to_owned();
-        Self { hosts, patience: Duration::from_millis(300), store_path, ports: Vec::new() }
+        Self { hosts, patience: Duration::from_millis(300), store_path, next_tiers: Vec::new(), ports: Vec::new() }
     }
 
     /// Each host is copied to the next. All have certificates.
@@ -78,6 +79,7 @@ impl Job {
             hosts: Some(hosts),
             peers: self.peers(host),
             store: self.store_path.clone(),
+            next_tiers: self.next_tiers.clone(),
             ..self.hosts[host as usize].options()
         }
     }
@@ -151,6 +153,14 @@ impl Start {
     pub(crate) fn save(&mut self, host: u32, step: u64) {
         for rank in host * RANKS..(host + 1) * RANKS {
             save_rank(&mut self.engines[rank as usize], rank, step, self.salt);
+        }
+    }
+
+    /// Each rank restores the whole step of another start.
+    fn assert_restores(&self, step: u64, salt: u64) {
+        let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(step, salt, rank)).collect();
+        for (rank, engine) in (0..).zip(&self.engines) {
+            assert!(*engine.restore(step).unwrap().tensors[0].data == whole, "rank {rank}");
         }
     }
 
@@ -262,11 +272,7 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     assert!(Engine::start(job.options(0, "first")).unwrap_err().to_string().contains("a session of its own"));
     let mut start = job.start("second", 2);
     assert_eq!(start.agree("second"), [Some(2); WORLD as usize]);
-    for (rank, engine) in (0..).zip(&start.engines) {
-        let restored = engine.restore(2).unwrap();
-        let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(2, 1, rank)).collect();
-        assert!(*restored.tensors[0].data == whole, "rank {rank}");
-    }
+    start.assert_restores(2, 1);
     // The lost host saves first: its receipt and the old ones would be complete.
     for host in [2, 1, 0] {
         start.save(host, 3);
@@ -347,6 +353,61 @@ fn ranks_agree_on_the_newest_step_of_their_own_session() {
     assert_eq!(start.agree("again"), [Some(4); WORLD as usize]);
     let listed: Vec<u64> = start.engines[0].loadable().unwrap().iter().map(|found| found.step).collect();
     assert_eq!(listed, [4, 3, 2, 1]);
+}
+
+#[test]
+fn the_host_that_leads_fills_the_next_tier_from_which_the_job_survives_the_loss_of_the_first() {
+    let mut job = Job::new();
+    let far = std::path::Path::new(&job.store_path).with_file_name("far").to_str().unwrap().to_owned();
+    job.next_tiers = vec![far.clone()];
+    let far = || Store::open(&far).unwrap();
+    let far_steps = || far().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect::<Vec<u64>>());
+    let far_has = |steps: &[u64]| until("the next tier has all steps", || far_steps() == steps);
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+    }
+    start.wait_all();
+    far_has(&[1, 2]);
+    // Another host leads after the agent of the leader was killed, and fills the tier from then on.
+    start.save(0, 3);
+    job.wait_for_receipts(3, RANKS);
+    job.hosts[0].kill_agent();
+    start.save(1, 3);
+    start.save(2, 3);
+    start.wait(1, Until::Durable);
+    start.wait(2, Until::Durable);
+    far_has(&[1, 2, 3]);
+    start.wait(0, Until::Durable);
+    start.save_all(4);
+    start.wait_all();
+    far_has(&[1, 2, 3, 4]);
+    assert!(job.leaders().len() > 1);
+    job.assert_clean();
+    assert!(maintain::verify(&far(), &VerifyOptions::default()).unwrap().is_clean());
+    // The first tier and the memory of all hosts are lost.
+    drop(start);
+    for host in &job.hosts {
+        host.kill_agent();
+        std::fs::remove_dir_all(host.engine_folder()).unwrap();
+    }
+    std::fs::remove_dir_all(&job.store_path).unwrap();
+    let mut start = job.start("second", 2);
+    assert_eq!(start.agree("second"), [Some(4); WORLD as usize]);
+    start.assert_restores(4, 1);
+    start.save_all(5);
+    start.wait_all();
+    far_has(&[1, 2, 3, 4, 5]);
+    assert_eq!(job.steps(), [5]);
+    job.assert_holds(5, 2);
+    assert_eq!(far().history().run().unwrap(), job.store().history().run().unwrap());
+    assert!(maintain::verify(&far(), &VerifyOptions::default()).unwrap().is_clean());
+    // The last agent ends only after it has filled the tier.
+    start.save_all(6);
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
+    far_has(&[1, 2, 3, 4, 5, 6]);
 }
 
 /// Somebody forgets all steps and collects them, while the job runs.

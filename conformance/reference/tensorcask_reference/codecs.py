@@ -125,6 +125,82 @@ def _extra_bits(column: Bytes, count: np.ndarray) -> np.ndarray:
     return numbers
 
 
+class _Bits:
+    """Reads a bit stream, least significant bit first (sparse 1.1, 3)."""
+
+    def __init__(self, column: Bytes) -> None:
+        self.bits, self.at = np.unpackbits(column, bitorder="little"), 0
+
+    def take(self, count: int) -> int:
+        found = self.bits[self.at:self.at + count]
+        if found.size != count:
+            raise corrupt("sparse 3.3", "the column ends early")
+        self.at += count
+        return sum(int(bit) << i for i, bit in enumerate(found))
+
+    def ones(self) -> int:
+        count = 0
+        while self.take(1):
+            count += 1
+        return count
+
+    def number(self) -> int:
+        g = self.ones()
+        if g > 32:
+            raise corrupt("sparse 3", f"a number of {g} bits")
+        return (1 << g) - 1 + self.take(g)
+
+    def count(self, most: int) -> int:
+        count = self.number()
+        if count > most:
+            raise corrupt("sparse 2.1", f"{count} of {most}")
+        return count
+
+    def places(self, units: int, count: int) -> np.ndarray:
+        if count == units:
+            return np.arange(units)
+        if 2 * count > units:
+            return np.setdiff1d(np.arange(units), self.places(units, units - count))
+        b = ((2 * units - count) // (2 * count)).bit_length() - 1
+        places, before = [], -1
+        for _ in range(count):
+            before += 1 + (self.ones() << b) + self.take(b)
+            if before >= units:
+                raise corrupt("sparse 3.2", f"place {before} of {units}")
+            places.append(before)
+        return np.array(places)
+
+
+def _sparse(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    assert base is not None
+    half, width, (shift, size) = 1 << 8 * dtype.unit - 1, f"<u{dtype.unit}", EXPONENTS[dtype.name]
+    units = base.view(width).astype(np.int64)
+    exponents, stream = units >> shift & (1 << size) - 1, _Bits(columns[0])
+    d = np.zeros(units.size, np.int64)
+    for exponent in np.unique(exponents):
+        members = np.flatnonzero(exponents == exponent)
+        c = stream.count(members.size)
+        if c == 0:
+            continue
+        changed = members[stream.places(members.size, c)]
+        d[changed] = [1 - 2 * stream.take(1) for _ in range(c)]
+        f = stream.count(c)
+        if f:
+            distant = changed[stream.places(c, f)]
+            k = stream.take(5)
+            if k >= 8 * dtype.unit:
+                raise corrupt("sparse 2.2", f"order {k}")
+            for unit in distant:
+                difference = int(d[unit]) * ((stream.number() << k) + stream.take(k) + 2)
+                if not -half <= difference < half:
+                    raise corrupt("sparse 2.3", f"difference {difference}")
+                d[unit] = difference
+    if -(-stream.at // 8) != columns[0].size or stream.bits[stream.at:].any():
+        raise corrupt("sparse 3.3", "bytes after the last group, or unused bits that are 1")
+    v = (np.where(units < half, units + half, 2 * half - 1 - units) + d) % (2 * half)
+    return np.where(v >= half, v - half, 2 * half - 1 - v).astype(width).view(np.uint8)
+
+
 def _rows(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     assert base is not None
     number, row, rows = rows_header(columns[0])
@@ -372,6 +448,7 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
     ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
     ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered, dtypes=frozenset(EXPONENTS)),
+    ("tc.sparse", 1): Codec(frozenset({"delta"}), ("changes",), _sparse, dtypes=frozenset(EXPONENTS)),
     ("tc.rows", 1): Codec(frozenset({"delta"}), ("rows",), _rows),
     ("tc.factored", 1): Codec(
         frozenset({"absolute"}), ("rows", "columns", "exponents", "plane0", "plane1", "plane2"), _factored, dtypes=frozenset({"bf16", "f32"}),

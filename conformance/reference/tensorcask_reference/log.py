@@ -30,7 +30,7 @@ ENTRY: Fields = COMMON | {
     "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "job": or_null(is_object), "time_ms": is_number,
     "event": is_object,
 }
-JOB: Fields = {"host": is_text, "process": is_number}
+JOB: Fields = {"host": is_text, "process": is_number, "agent": or_null(is_number)}
 LEADER: Fields = {"session": is_id, "after": is_number, "attempt": is_number, "term": is_number, "above": or_null(is_number)}
 LEADERSHIP: Fields = {
     "leader": is_object, "writer": is_id, "attempts": lambda value: isinstance(value, list), "newest": lambda value: value is None or is_number(value),

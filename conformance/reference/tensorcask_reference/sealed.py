@@ -16,7 +16,7 @@ SEAL_BYTES = 72
 VERSION = re.compile(r"(0|[1-9][0-9]{0,4})\.(0|[1-9][0-9]{0,4})")
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 MAX_NESTING = 127
-MAY_BE_ABSENT = ("parent", "previous", "roles", "inline", "job", "leader", "above", "finite", "encode_us", "upload_us")
+MAY_BE_ABSENT = ("parent", "previous", "roles", "inline", "job", "agent", "leader", "above", "finite", "encode_us", "upload_us")
 Fields = dict[str, Callable[[Any], bool]]
 
 

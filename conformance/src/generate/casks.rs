@@ -27,12 +27,13 @@ pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
 }
 
 /// Codecs in the cases of single casks. Readers know no other codec of these cases.
-const KNOWN: [&str; 12] = [
+const KNOWN: [&str; 13] = [
     "tc.raw",
     "tc.constant",
     "tc.bitmask",
     "tc.planes",
     "tc.ordered",
+    "tc.sparse",
     "tc.factored",
     "tc.magnitudes",
     "tc.rounded",

@@ -193,6 +193,18 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     accept("log/job", "log 3.8", "an entry of a job, and one that says that there is none", store);
 
     let mut store = base_and_delta()?;
+    for agent in ["4712", "null"] {
+        let job = format!("{{\"job\":{{\"host\":\"node7\",\"process\":4711,\"agent\":{agent}}},");
+        store.append_with(json!({ "kind": "opened" }), |_| {}, |json| json.replacen('{', &job, 1))?;
+    }
+    accept("log/job-with-agent", "log 3.8", "a job for which another process commits, and one that says that there is none", store);
+
+    let mut store = base_and_delta()?;
+    let job = "{\"job\":{\"host\":\"node7\",\"process\":0,\"agent\":4712},";
+    store.append_with(json!({ "kind": "opened" }), |_| {}, |json| json.replacen('{', job, 1))?;
+    accept("log/job-in-another-container", "log 3.8", "a job whose process has no number where its agent runs", store);
+
+    let mut store = base_and_delta()?;
     store.append_with(
         json!({ "kind": "opened" }),
         |entry| {

@@ -34,6 +34,12 @@ pub(super) struct Agent {
     pub hurry: Notify,
 }
 
+/// The process at the other end of a connection.
+struct Trainer {
+    pid: u32,
+    attached: Vec<AttachedRank>,
+}
+
 impl Agent {
     pub(super) fn new(registry: Registry) -> Self {
         Self { registry, stop: watch::Sender::new(false), hurry: Notify::new() }
@@ -46,19 +52,21 @@ impl Agent {
     /// Serves one connection until it ends. Then detaches the trainers that it had attached.
     pub(super) async fn serve_connection(self: Arc<Self>, stream: UnixStream) {
         let ours = rustix::process::getuid().as_raw();
-        if !stream.peer_cred().is_ok_and(|peer| peer.uid() == ours) {
+        let Some(peer) = stream.peer_cred().ok().filter(|peer| peer.uid() == ours) else {
             tracing::warn!("refused a connection from a process of another user");
             return;
-        }
+        };
+        // As this process numbers it: a trainer in a container may have another number there.
+        let pid = peer.pid().map_or(0, i32::unsigned_abs);
         let (read, write) = stream.into_split();
         let mut read = BufReader::new(read);
         if read.fill_buf().await.is_ok_and(|bytes| bytes.first() == Some(&b'G')) {
             self.serve_metrics(read, write).await;
             return;
         }
-        let mut attached = Vec::new();
-        self.serve_requests(read, write, &mut attached).await;
-        for lost in attached {
+        let mut trainer = Trainer { pid, attached: Vec::new() };
+        self.serve_requests(read, write, &mut trainer).await;
+        for lost in trainer.attached {
             lost.detach();
             tokio::spawn(lost.leave_with_lock());
         }
@@ -76,13 +84,13 @@ impl Agent {
         let _ = http.serve_connection(TokioIo::new(tokio::io::join(read, write)), service).await;
     }
 
-    async fn serve_requests(&self, mut read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf, attached: &mut Vec<AttachedRank>) {
+    async fn serve_requests(&self, mut read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf, trainer: &mut Trainer) {
         loop {
             let reply = match receive_async::<Request>(&mut read).await {
                 Ok(None) => return,
                 Ok(Some(request)) => {
                     let is_wait = matches!(request, Request::Wait { .. });
-                    let answer = self.answer(request, attached);
+                    let answer = self.answer(request, trainer);
                     tokio::pin!(answer);
                     let answered = tokio::select! {
                         biased;
@@ -107,9 +115,9 @@ impl Agent {
         }
     }
 
-    async fn answer(&self, request: Request, attached: &mut Vec<AttachedRank>) -> Result<Reply> {
+    async fn answer(&self, request: Request, trainer: &mut Trainer) -> Result<Reply> {
         match request {
-            Request::Attach(request) => self.attach(&request, attached).await.map(Reply::Progress),
+            Request::Attach(request) => self.attach(&request, trainer).await.map(Reply::Progress),
             Request::SavedSnapshot { key, rank, save } => {
                 let run = self.registry.find(&key)?;
                 let queue_depth = run.read(|state, arenas| state.queue_depth(arenas.waiting_states()));
@@ -130,7 +138,7 @@ impl Agent {
             }
             Request::Detach { key, rank, clear } => {
                 let run = self.registry.find(&key)?;
-                attached.retain(|known| {
+                trainer.attached.retain(|known| {
                     let is_detached = known.run.spec.key == key && known.rank == rank;
                     if is_detached {
                         known.detach();
@@ -158,7 +166,7 @@ impl Agent {
         }
     }
 
-    async fn attach(&self, request: &Attach, attached: &mut Vec<AttachedRank>) -> Result<Progress> {
+    async fn attach(&self, request: &Attach, trainer: &mut Trainer) -> Result<Progress> {
         let rank = request.rank;
         if *self.stop.borrow() {
             // Unfinished work waits in shared memory for the next agent.
@@ -171,9 +179,9 @@ impl Agent {
         let is_new = request.mode != AttachMode::Continue || request.has_new_credentials;
         let credentials = if is_new { Credentials::New } else { Credentials::Known };
         let run = self.registry.start(request.spec.clone(), rank, credentials).await?;
-        let attachment = run.attach(request)?;
-        attached.retain(|known| known.rank != rank);
-        attached.push(AttachedRank { run: run.clone(), rank, attachment });
+        let attachment = run.attach(request, trainer.pid)?;
+        trainer.attached.retain(|known| known.rank != rank);
+        trainer.attached.push(AttachedRank { run: run.clone(), rank, attachment });
         // Out-of-date memory must be gone before the trainer saves, because a later process could not tell it from new
         // memory.
         let mut changes = run.changes();

@@ -100,9 +100,14 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     Ok(())
 }
 
+/// Whether an upload has given the store in memory up, with all later deltas on its snapshots.
+fn is_unusable(run: &Run, memory: &MemoryTier) -> bool {
+    run.read(|state, _| state.memory.unusable.contains(&memory.epoch()))
+}
+
 /// Removes old snapshots; returns whether there is room for another one.
 async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
-    if run.read(|state, _| state.memory.unusable.contains(&memory.epoch())) {
+    if is_unusable(run, memory) {
         memory.begin_epoch().await?;
         note_memory(run, memory).await?;
     }
@@ -187,6 +192,10 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier, rows: &mut RowTrust) ->
     // old memory.
     if run.is_outdated() {
         return Ok(Turn::Idle);
+    }
+    // And it may have heard that memory was given up: the next turn begins another store.
+    if is_unusable(run, memory) {
+        return Ok(Turn::Done);
     }
     encode_taken(run, memory, rows, taken).await
 }

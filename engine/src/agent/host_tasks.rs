@@ -1,5 +1,5 @@
 //! The tasks of a run on many hosts: one encodes into the mirror, one uploads from there, one commits or waits for commits, one
-//! watches the copies on other hosts.
+//! watches the copies on other hosts, and one for each further tier fills it while this host leads.
 
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use super::host_encode::host_encode_loop;
 use super::host_upload::host_upload_loop;
 use super::host_work::HostWork;
 use super::run::Run;
+use super::upload::upload_loop;
 use crate::hosts::HostOptions;
 use crate::memory::stores::{open_mirror, remove_interrupted_writes};
 use crate::os::lock::try_lock_file;
@@ -43,6 +44,7 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<J
         tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
         tokio::spawn(host_commit_loop(work.clone(), memory.clone(), receiver)),
     ];
+    tasks.extend((1..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier))));
     if let Some(peers) = run.spec.peers.clone().filter(|peers| peers.replicas > 0) {
         tasks.push(tokio::spawn(copy_watch_loop(work, peers, memory)));
     }

@@ -13,7 +13,7 @@ use super::run_parts::CommittedSnapshot;
 use super::run_state::{RunState, fail_missing, is_of_many_hosts, take_encoded};
 use crate::ipc::messages::Failure;
 use crate::memory::stores::store_file;
-use crate::os::files::replace_file;
+use crate::os::files::{may_exist, replace_file};
 use crate::os::folders::{NOTED_SAVES, RunFolder};
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -49,18 +49,18 @@ pub(super) fn note_saves(run: &RunFolder, state: &RunState) -> Result<()> {
 /// that follow. Notes that cannot be read are a warning: the run goes on without them.
 pub(super) fn take_noted_saves(run: &RunFolder, state: &mut RunState) -> Vec<Action> {
     let path = run.root().join(NOTED_SAVES);
-    let Ok(json) = std::fs::read(&path) else { return Vec::new() };
-    match serde_json::from_slice::<Notes>(&json) {
+    match std::fs::read(&path).and_then(|json| Ok(serde_json::from_slice::<Notes>(&json)?)) {
         Ok(Notes { failures, lost, encoded, unstored }) => {
             failures.into_iter().for_each(|(rank, failures)| state.ranks.entry(rank).or_default().failures = failures);
             state.lost = lost;
             if is_of_many_hosts(state) {
                 return Vec::new();
             }
-            let (kept, removed) = unstored.into_iter().partition(|known| store_file(run, known.epoch).is_file());
+            let (kept, removed) = unstored.into_iter().partition(|known| may_exist(&store_file(run, known.epoch)));
             take_encoded(state, encoded, kept);
             fail_missing(state, removed)
         }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
         Err(error) => {
             tracing::warn!(path = %path.display(), %error, "the notes about the saves of a run cannot be read");
             Vec::new()

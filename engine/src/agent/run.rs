@@ -211,9 +211,9 @@ impl Run {
         self.apply_locked(&mut shared, Event::Adopted { rank, arena })
     }
 
-    /// Attaches a trainer; returns the number of the attachment.
-    pub(super) fn attach(&self, request: &Attach) -> Result<u64> {
-        let Attach { rank, pid, mode, session, .. } = *request;
+    /// Attaches a trainer, a process of this number (0 in another PID namespace); returns the number of the attachment.
+    pub(super) fn attach(&self, request: &Attach, pid: u32) -> Result<u64> {
+        let Attach { rank, mode, session, .. } = *request;
         let mut shared = self.lock();
         if let Some(judgement) = Judgement::of(request).filter(|_| self.spec.hosts.is_none()) {
             let Shared { state, judgements, .. } = &mut *shared;
@@ -269,6 +269,11 @@ impl Run {
     /// Whether memory is out of date and not removed yet.
     pub(super) fn is_outdated(&self) -> bool {
         self.read(|state, _| state.memory.outdated.is_some())
+    }
+
+    /// Process id of the first trainer that is connected.
+    pub(super) fn trainer(&self) -> Option<u32> {
+        self.read(|state, _| state.ranks.values().find_map(|rank| rank.trainer))
     }
 
     /// Whether no work is left.

@@ -115,10 +115,7 @@ impl RunState {
                 let is_new = !std::mem::replace(&mut state.saves_no_more, true);
                 if is_new { after_end(self, rank) } else { Vec::new() }
             }
-            Event::LeaderRead(leader) => {
-                self.leader = leader;
-                Vec::new()
-            }
+            Event::LeaderRead(leader) => self.on_leader_read(leader),
             Event::Replicated(saves) => {
                 for RankGeneration { rank, generation } in saves.newest {
                     let state = self.ranks.entry(rank).or_default();
@@ -175,8 +172,12 @@ impl RunState {
                 vec![self.fail(&generations, step, &message)]
             }
             Event::NothingToUpload { tier, sources } => {
+                let leads = tier == 0 || self.leads();
                 if let Some(tier) = self.tiers.get_mut(tier) {
                     (tier.is_known, tier.problem) = (true, None);
+                    if !leads {
+                        tier.pending = 0;
+                    }
                 }
                 if tier == 0 { fail_removed(self, &sources) } else { Vec::new() }
             }
@@ -201,6 +202,21 @@ impl RunState {
                 vec![Action::LogStopped { why }, Action::DropAhead]
             }
         }
+    }
+
+    fn on_leader_read(&mut self, leader: Option<LeaderStatus>) -> Vec<Action> {
+        let led = self.leads();
+        self.leader = leader;
+        if self.leads() && !led {
+            // The former leader may have copied any part.
+            self.tiers.iter_mut().skip(1).for_each(|tier| tier.is_known = false);
+        }
+        (1..self.tiers.len()).map(Action::WakeUploader).collect()
+    }
+
+    /// Whether this host fills the further tiers: the only host, or the one that leads.
+    pub(super) fn leads(&self) -> bool {
+        self.end_noted.is_none() || self.leader.as_ref().is_some_and(|leader| leader.is_this_host)
     }
 
     fn on_adopted(&mut self, rank: u32, arena: Option<ArenaSummary>) -> Vec<Action> {
@@ -399,6 +415,7 @@ impl RunState {
 
     fn on_uploaded(&mut self, upload: &Upload) -> Vec<Action> {
         let mut actions = Vec::new();
+        let leads = self.leads();
         if let Some(known) = self.tiers.get_mut(upload.tier) {
             known.is_known = true;
             known.pending = known.pending.saturating_sub(upload.pending_before);
@@ -406,7 +423,7 @@ impl RunState {
             if upload.copied > 0 {
                 self.fault = None;
             }
-            if let (1.., Some(next)) = (upload.copied, self.tiers.get_mut(upload.tier + 1)) {
+            if let (1.., true, Some(next)) = (upload.copied, leads, self.tiers.get_mut(upload.tier + 1)) {
                 next.pending += upload.copied;
                 actions.push(Action::WakeUploader(upload.tier + 1));
             }

@@ -59,6 +59,7 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
     let same = known.taking_over.map(|takeover| takeover.id).or(known.writer.filter(|_| !orders.take_over));
     let id = same.map_or_else(Id::random, Ok)?;
     let mut copier = Copier::open(source, destination, id, options).await?;
+    copier.set_trainer(run.trainer());
     let from = copier.last_writer();
     // An earlier agent was about to take the tier over, and did not.
     let was_about_to = known.taking_over.is_some_and(|takeover| takeover.from == from);
@@ -73,9 +74,10 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
         Some(from)
     } else {
         let earlier: Vec<Id> = known.taking_over.map(|takeover| takeover.id).into_iter().chain(known.writer).collect();
+        let is_entitled = |former: &Id| run.spec.hosts.is_some() || known.predecessors.contains(former);
         match from {
-            // An older copy of the store has replaced the newer one.
-            Some(former) if !earlier.contains(&former) && known.predecessors.contains(&former) => copier.take_over_from(from).await?,
+            // An older copy of the store has replaced the newer one, or another host has led in between.
+            Some(former) if !earlier.contains(&former) && is_entitled(&former) => copier.take_over_from(from).await?,
             // Fails if another job has written to the tier.
             _ => copier.go_on_as(&earlier).await?,
         }

@@ -47,12 +47,11 @@ impl UndecidedSaves {
     pub(super) fn read(run: &RunFolder, session: Id) -> Self {
         let path = run.root().join(UNDECIDED_SAVES);
         let mut steps = BTreeMap::new();
-        if let Ok(json) = std::fs::read(&path) {
-            match serde_json::from_slice::<Notes>(&json) {
-                Ok(notes) if notes.session == session => steps.extend(notes.steps.into_iter().map(NotedStep::into_entry)),
-                Ok(_) => {}
-                Err(error) => tracing::warn!(path = %path.display(), %error, "the notes about undecided saves cannot be read"),
-            }
+        match std::fs::read(&path).and_then(|json| Ok(serde_json::from_slice::<Notes>(&json)?)) {
+            Ok(notes) if notes.session == session => steps.extend(notes.steps.into_iter().map(NotedStep::into_entry)),
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(path = %path.display(), %error, "the notes about undecided saves cannot be read"),
         }
         Self { path, session, steps, durable: None }
     }

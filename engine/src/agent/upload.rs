@@ -63,8 +63,13 @@ struct Uploader<'a> {
 }
 
 async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'_>, span: &Span) -> Result<()> {
-    let Uploader { copier, retainer } = uploader;
+    let Uploader { copier, mut retainer } = uploader;
     let (Some(destination), false) = (run.tiers.get(tier), run.is_stopped() || run.is_outdated()) else { return Ok(()) };
+    if !run.read(|state, _| state.leads()) {
+        *copier = None;
+        run.apply(Event::NothingToUpload { tier, sources: BTreeSet::new() });
+        return Ok(());
+    }
     // Read before the sources, which then contain all of these generations.
     let encoded = run.read(|state, _| state.ranks.iter().map(|(rank, state)| (*rank, state.encoded)).collect());
     let sources = find_sources(run, tier).await?;
@@ -85,8 +90,18 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'
         }
     }
     let copier = match copier {
-        Some(open) => open,
-        None => copier.insert(open_copier(run, tier, orders, &newest.store, destination).await?),
+        Some(open) => {
+            open.set_trainer(run.trainer());
+            open
+        }
+        None => {
+            if let Some(retainer) = &mut retainer
+                && let Err(error) = retainer.begin().await
+            {
+                tracing::debug!(run = run.spec.run, tier = destination.url(), %error, "what an earlier agent has forgotten is freed later");
+            }
+            copier.insert(open_copier(run, tier, orders, &newest.store, destination).await?)
+        }
     };
     let pending_before = run.read(|state, _| state.tiers.get(tier).map_or(0, |tier| tier.pending));
     let begun = Instant::now();

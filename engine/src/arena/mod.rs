@@ -184,7 +184,7 @@ impl Arena {
     /// Decodes the complete state in a slot, without comparing checksums.
     pub(crate) fn read(&self, slot: usize) -> Result<StoredState<'_>> {
         let load = |name| self.file.field(slot, name).map(|word| word.load(Ordering::Relaxed));
-        let number = |name| Ok(usize::try_from(load(name)?).unwrap_or(usize::MAX));
+        let number = |name| load(name).map(|number| usize::try_from(number).unwrap_or(usize::MAX));
         let at = number(field::DESCRIPTION_AT)?;
         let bytes = number(field::DESCRIPTION_BYTES)?;
         let wrong = |message: String| Error::corrupt(message).object(self.file.name());

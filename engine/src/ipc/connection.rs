@@ -8,6 +8,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::UnixCredentials;
+use nix::sys::socket::sockopt::PeerCredentials;
 use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::{Error, ErrorKind, Result};
 
@@ -27,16 +29,18 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Process id of the agent.
+    /// Process id of the agent. Fails if the agent runs in another PID namespace, where this process cannot name it.
     pub(crate) fn agent_pid(&self) -> std::io::Result<Pid> {
-        Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.pid)
+        Pid::from_raw(peer_of(self.stream.get_ref())?.pid()).ok_or_else(|| {
+            let message = "the agent runs in another PID namespace, as in another container, so its process has no number here";
+            std::io::Error::new(std::io::ErrorKind::Unsupported, message)
+        })
     }
 
     /// Connects to a listening agent.
     pub(crate) fn open(folder: &EngineFolder) -> std::io::Result<Self> {
         let stream = UnixStream::connect(folder.socket())?;
-        let peer = rustix::net::sockopt::socket_peercred(&stream)?;
-        if peer.uid != rustix::process::getuid() {
+        if peer_of(&stream)?.uid() != rustix::process::getuid().as_raw() {
             return Err(std::io::Error::new(std::io::ErrorKind::PermissionDenied, "the agent's socket belongs to another user's process"));
         }
         stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
@@ -199,6 +203,11 @@ impl AgentCommand {
         })?;
         AgentProcess::watch(child).map_err(fail)
     }
+}
+
+/// The process at the other end. Not by rustix 1.1, whose type cannot hold the 0 of a process in another PID namespace.
+fn peer_of(stream: &UnixStream) -> std::io::Result<UnixCredentials> {
+    Ok(nix::sys::socket::getsockopt(stream, PeerCredentials)?)
 }
 
 /// After so many milliseconds, the allocator of the agent returns memory that is free. With its default of a second, an agent that

@@ -52,7 +52,6 @@ pub(crate) enum Request {
 pub(crate) struct Attach {
     pub spec: RunSpec,
     pub rank: u32,
-    pub pid: u32,
     pub mode: AttachMode,
     /// Whether the trainer uses the memory that it found.
     #[serde(default)]

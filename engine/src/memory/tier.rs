@@ -9,7 +9,6 @@ use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use tensorcask::maintain::{self, GcOptions};
-use tensorcask::wire::Id;
 use tensorcask::{
     AheadUploads, Blob, Error, ErrorKind, Latest, Metadata, PrecisionDecision, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot,
     SnapshotRecord, SnapshotStatus, Store, TensorView, Writer, WriterOptions,
@@ -20,6 +19,7 @@ use crate::arena::image::StoredState;
 use crate::os::files::remove_folder;
 use crate::os::folders::RunFolder;
 use crate::rows::trust::{LeftOut, without_rows};
+use crate::run::tier_query::nearest_existing;
 
 /// Part of memory that the next tier has, or can never get.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -334,18 +334,6 @@ async fn earlier_precision(options: &WriterOptions, store: &Store) -> Option<(u6
             None
         }
     }
-}
-
-/// The nearest tier that exists, and its run id.
-async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
-    for tier in tiers {
-        match tier.history().run().await {
-            Ok(run) => return Ok(Some((tier, run))),
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(None)
 }
 
 /// Removes from each rank the tensors that a lower rank of this host has, too. Such replicas must cover the same part with

@@ -22,6 +22,21 @@ pub(crate) fn remove_file(path: &Path) -> Result<()> {
     ignore_missing(path, std::fs::remove_file(path))
 }
 
+/// Reads a small file; `None` if it is missing. Any other failure is an error: who takes a file that cannot be read for a missing
+/// one may write over it.
+pub(crate) fn read_file(path: &Path) -> Result<Option<Vec<u8>>> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(path.display().to_string(), e)),
+    }
+}
+
+/// Whether a file or folder is there, or cannot be looked up: then the next look at it fails.
+pub(crate) fn may_exist(path: &Path) -> bool {
+    !matches!(path.try_exists(), Ok(false))
+}
+
 /// Replaces a small file; readers see the old or the new content.
 pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let fail = |e: std::io::Error| Error::io(path.display().to_string(), e);

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tensorcask::{Error, Result};
 
-use crate::os::files::replace_file;
+use crate::os::files::{read_file, replace_file};
 use crate::os::folders::{DAMAGED_COPIES, RunFolder};
 use crate::os::lock::lock_beside;
 
@@ -26,15 +26,22 @@ fn path(run: &RunFolder) -> PathBuf {
     run.root().join(DAMAGED_COPIES)
 }
 
-/// The damaged copies that this host knows.
+/// The damaged copies that this host knows. A list that cannot be read is a warning: a copy is found to be damaged again.
 pub(crate) fn damaged_copies(run: &RunFolder) -> BTreeSet<CopyId> {
-    std::fs::read(path(run)).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
+    read(run).unwrap_or_else(|error| {
+        tracing::warn!(%error, "the list of damaged copies cannot be read");
+        BTreeSet::new()
+    })
+}
+
+fn read(run: &RunFolder) -> Result<BTreeSet<CopyId>> {
+    Ok(read_file(&path(run))?.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default())
 }
 
 /// Notes a damaged copy. Another rank of this host may have noted it before.
 pub(crate) fn note_damaged_copy(run: &RunFolder, copy: CopyId) -> Result<()> {
     let _held = lock_beside(&path(run))?;
-    let mut known = damaged_copies(run);
+    let mut known = read(run)?;
     if known.contains(&copy) {
         return Ok(());
     }

@@ -13,7 +13,7 @@ use tensorcask::wire::{Id, LogEntry};
 use tensorcask::{Error, Result};
 
 use super::damaged_copies::CopyId;
-use crate::os::files::replace_file;
+use crate::os::files::{may_exist, replace_file};
 use crate::os::folders::RunFolder;
 use crate::os::lock::wait_for_lock;
 use crate::peers::other_hosts::{HostFolder, OtherHosts, list};
@@ -161,7 +161,7 @@ impl HostFolder {
 impl SurveyedFolder {
     fn listed(&self, run: &RunFolder, others: &OtherHosts) -> Result<Option<ListedPlace>> {
         let place = match self.host == others.own {
-            true => Some(local_place(run, &self.folder)?).filter(|_| run.root().join(&self.folder).is_dir()),
+            true => Some(local_place(run, &self.folder)?).filter(|_| may_exist(&run.root().join(&self.folder))),
             false => others.place(self.host, &self.folder),
         };
         let objects = self.objects.iter().map(SurveyedObject::meta).collect();
@@ -196,7 +196,7 @@ async fn local_folders(run: &RunFolder) -> Result<Vec<HostFolder>> {
     let replicas = run.replicas()?.into_iter().map(|host| format!("replica-{host}"));
     let mut found = Vec::new();
     for folder in ["mirror".to_owned(), MEETING.to_owned()].into_iter().chain(replicas) {
-        if run.root().join(&folder).is_dir() {
+        if may_exist(&run.root().join(&folder)) {
             let objects = list(&local_place(run, &folder)?).await?;
             found.push(HostFolder { folder, objects });
         }

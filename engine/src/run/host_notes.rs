@@ -7,7 +7,7 @@ use tensorcask::session::KnownLog;
 use tensorcask::wire::Id;
 use tensorcask::{Error, Result};
 
-use crate::os::files::replace_file;
+use crate::os::files::{read_file, replace_file};
 use crate::os::folders::RunFolder;
 use crate::os::lock::lock_beside;
 
@@ -37,9 +37,13 @@ pub(crate) struct HostNotes {
 }
 
 impl HostNotes {
-    /// The notes about this session.
+    /// The notes about this session. Notes that cannot be read count as none here, where nothing is written.
     pub(crate) fn read(folder: &RunFolder, session: Id) -> Self {
-        Self::find(folder).filter(|found| found.session == session).unwrap_or(Self {
+        Self::of_session(Self::find(folder).unwrap_or_default(), session)
+    }
+
+    fn of_session(found: Option<Self>, session: Id) -> Self {
+        found.filter(|found| found.session == session).unwrap_or(Self {
             session,
             after: None,
             started: Vec::new(),
@@ -51,8 +55,8 @@ impl HostNotes {
         })
     }
 
-    fn find(folder: &RunFolder) -> Option<Self> {
-        std::fs::read(folder.session_notes()).ok().and_then(|json| serde_json::from_slice(&json).ok())
+    fn find(folder: &RunFolder) -> Result<Option<Self>> {
+        Ok(read_file(&folder.session_notes())?.and_then(|json| serde_json::from_slice(&json).ok()))
     }
 
     /// Whether the session began while the store did not answer, and the store has not accepted it yet.
@@ -64,21 +68,22 @@ impl HostNotes {
     /// replaces notes about another session.
     pub(crate) fn update(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let _held = lock_beside(&folder.session_notes())?;
-        Self::read(folder, session).change(folder, change)
+        Self::of_session(Self::find(folder)?, session).change(folder, change)
     }
 
     /// The same for the agent, whose session may be over: if the notes are about another session, it changes nothing and
     /// returns `false`.
     pub(crate) fn update_current(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self)) -> Result<bool> {
         let _held = lock_beside(&folder.session_notes())?;
-        if Self::find(folder).is_some_and(|found| found.session != session) {
+        let found = Self::find(folder)?;
+        if found.as_ref().is_some_and(|found| found.session != session) {
             return Ok(false);
         }
         let change = |notes: &mut Self| {
             change(notes);
             Ok(())
         };
-        Self::read(folder, session).change(folder, change).map(|()| true)
+        Self::of_session(found, session).change(folder, change).map(|()| true)
     }
 
     fn change(self, folder: &RunFolder, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tensorcask::wire::Id;
 use tensorcask::{Error, Result};
 
-use crate::os::files::replace_file;
+use crate::os::files::{read_file, replace_file};
 use crate::os::folders::RunFolder;
 use crate::os::lock::lock_beside;
 
@@ -60,14 +60,11 @@ impl KnownTiers {
     /// that of another job, and be removed.
     pub(crate) fn read(folder: &RunFolder) -> Result<Self> {
         let path = folder.known_tiers();
-        match std::fs::read(&path) {
-            Ok(json) => Ok(serde_json::from_slice(&json).unwrap_or_else(|error| {
-                tracing::warn!(path = %path.display(), %error, "the notes about the tiers are damaged");
-                Self::default()
-            })),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Self::default()),
-            Err(e) => Err(Error::io(path.display().to_string(), e)),
-        }
+        let Some(json) = read_file(&path)? else { return Ok(Self::default()) };
+        Ok(serde_json::from_slice(&json).unwrap_or_else(|error| {
+            tracing::warn!(path = %path.display(), %error, "the notes about the tiers are damaged");
+            Self::default()
+        }))
     }
 
     /// The notes about a tier.

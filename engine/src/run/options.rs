@@ -65,7 +65,8 @@ pub enum Encode {
 pub struct EngineOptions {
     /// Path or URL of the first tier. A snapshot is durable once it is committed there.
     pub store: String,
-    /// Further tiers. The agent fills each from the previous tier in the background.
+    /// Further tiers. The agent fills each from the previous tier in the background; on many hosts, the agent of the host that
+    /// commits for all.
     pub next_tiers: Vec<String>,
     /// Settings of the object stores, as in [`StoreOptions::config`](tensorcask::StoreOptions::config). Other settings come from the
     /// environment of this process when the engine starts. The agent uses the same settings, whoever has started it.
@@ -79,7 +80,7 @@ pub struct EngineOptions {
     /// Number of ranks. Each saves its shards, and a step is committed when all ranks have saved it. All ranks are on one
     /// host, unless `hosts` is set.
     pub world: u32,
-    /// Session and local ranks of a run on many hosts; `None` for one host. Not with `next_tiers` or [`Encode::Inline`].
+    /// Session and local ranks of a run on many hosts; `None` for one host. Not with [`Encode::Inline`].
     pub hosts: Option<Hosts>,
     /// Replicas of encoded snapshots in the memory of other hosts; `None` for none. Only with `hosts`.
     pub peers: Option<Peers>,
@@ -197,8 +198,8 @@ impl EngineOptions {
                            use lossless, near or compact, or other settings";
             return Err(Error::unsupported(message));
         }
-        if self.hosts.is_some() && (self.encode == Encode::Inline || !self.next_tiers.is_empty()) {
-            return Err(Error::unsupported("a run on many hosts supports neither further tiers nor inline encoding"));
+        if self.hosts.is_some() && self.encode == Encode::Inline {
+            return Err(Error::unsupported("a run on many hosts does not support inline encoding; use Encode::Agent"));
         }
         match (&self.peers, &self.hosts) {
             (None, _) => {}

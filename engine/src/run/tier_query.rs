@@ -40,6 +40,18 @@ pub(crate) async fn query_tier(store: &Store, timeout: Duration) -> Result<TierC
     found
 }
 
+/// The nearest tier that exists, and its run id.
+pub(crate) async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
+    for tier in tiers {
+        match tier.history().run().await {
+            Ok(run) => return Ok(Some((tier, run))),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(None)
+}
+
 /// Whether a snapshot is live and has all its roles.
 pub(crate) fn is_restorable(record: &SnapshotRecord) -> bool {
     record.status == SnapshotStatus::Live && record.roles.is_none()

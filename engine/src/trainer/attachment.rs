@@ -122,7 +122,6 @@ impl Attachment {
         let request = Request::Attach(Box::new(Attach {
             spec: self.spec.clone(),
             rank: self.rank,
-            pid: std::process::id(),
             mode,
             trusts_memory: self.trusts_memory,
             has_new_credentials: self.has_new_credentials,

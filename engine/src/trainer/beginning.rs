@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use tensorcask::maintain;
 use tensorcask::session::{KnownLog, Mirror, SessionExchange, SessionLog};
 use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, Result, Store};
@@ -22,11 +23,13 @@ use crate::restore::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::run::host_notes::HostNotes;
 use crate::run::hosts_option::HostsSpec;
 use crate::run::spec::RunSpec;
+use crate::run::tier_query::nearest_existing;
 
 /// Notes that a rank starts in the session of a run on many hosts, here and in the store. If the store does not answer within
 /// `limit`, the session begins from the memory of all hosts, if the run has peers.
 pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, limit: Duration) -> Result<()> {
-    let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
+    let Some(hosts) = &spec.hosts else { return Ok(()) };
+    let stores = &spec.stores()?;
     let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let notes = HostNotes::read(run, hosts.session);
     let process = Id::random()?;
@@ -35,10 +38,10 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, lim
         return HostNotes::start_rank(run, hosts.session, rank, known.sequence, Some(process));
     }
     let Some(others) = OtherHosts::open(spec)? else {
-        let after = join_by_store(first, hosts, run, rank, process).await?;
+        let after = join_by_store(stores, hosts, run, rank, process).await?;
         return HostNotes::start_rank(run, hosts.session, rank, after, None);
     };
-    let error = match tokio::time::timeout(limit, join_by_store(first, hosts, run, rank, process)).await {
+    let error = match tokio::time::timeout(limit, join_by_store(stores, hosts, run, rank, process)).await {
         Ok(Ok(after)) => {
             remove_messages(run, hosts.session)?;
             return HostNotes::start_rank(run, hosts.session, rank, after, None);
@@ -56,7 +59,7 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, lim
     match found {
         Some(after) => HostNotes::start_rank(run, hosts.session, rank, after, Some(process)),
         None => {
-            let after = join_by_store(first, hosts, run, rank, process).await?;
+            let after = join_by_store(stores, hosts, run, rank, process).await?;
             remove_messages(run, hosts.session)?;
             HostNotes::start_rank(run, hosts.session, rank, after, None)
         }
@@ -85,13 +88,17 @@ async fn join_by_hosts(store: &Store, hosts: &HostsSpec, run: &RunFolder, others
 
 /// All hosts agree through the store on the log entry after which the session begins; returns its number. Prepares this host's
 /// mirror.
-async fn join_by_store(store: &Store, hosts: &HostsSpec, run: &RunFolder, rank: u32, process: Id) -> Result<u64> {
+async fn join_by_store(stores: &[Store], hosts: &HostsSpec, run: &RunFolder, rank: u32, process: Id) -> Result<u64> {
+    let (store, further) = stores.split_first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let after = match SessionExchange::beginning(store, hosts.session).await? {
         Some(after) => after,
         None => {
             let last = match SessionLog::open(store).await {
                 Ok(log) => log.sequence(),
-                Err(e) if e.kind() == ErrorKind::NotFound => 0,
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    create_for_further_tiers(store, further).await?;
+                    0
+                }
                 Err(e) => return Err(e),
             };
             SessionExchange::begin(store, hosts.session, last).await?
@@ -100,6 +107,17 @@ async fn join_by_store(store: &Store, hosts: &HostsSpec, run: &RunFolder, rank: 
     fill_mirror(run, store).await?;
     SessionExchange::start_rank(store, hosts.session, rank, process).await?;
     Ok(after)
+}
+
+/// Creates the first tier for the run of the nearest further tier that exists: otherwise it would begin another run, which the
+/// further tiers refuse.
+async fn create_for_further_tiers(store: &Store, further: &[Store]) -> Result<()> {
+    match nearest_existing(further).await? {
+        Some((tier, _)) if matches!(store.history().run().await, Err(e) if e.kind() == ErrorKind::NotFound) => {
+            maintain::create_for_run_of(tier, store).await
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Copies the log into an empty mirror, with manifests and directories of the newest snapshot. The host can then encode its

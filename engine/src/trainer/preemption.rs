@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::engine::Engine;
 use crate::ipc::messages::Until;
-use crate::os::runtime;
+use crate::os::runtime::{self, QuickRuntime};
 
 /// Signals to watch for, and the time between the first of them and the end of the process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub struct Preemption {
     /// Whether there is a notice.
     flag: Arc<AtomicBool>,
     /// The watching thread ends with the last clone.
-    _runtime: Arc<tokio::runtime::Runtime>,
+    _runtime: Arc<QuickRuntime>,
 }
 
 /// The first announcement.
@@ -95,7 +95,7 @@ impl Preemption {
                 }
             });
         }
-        Ok(Self { grace: options.grace, notice, flag, _runtime: Arc::new(runtime) })
+        Ok(Self { grace: options.grace, notice, flag, _runtime: Arc::new(QuickRuntime::new(runtime)) })
     }
 
     /// Announces the end of the process, for example after a notice of the cloud.

@@ -1,8 +1,9 @@
 //! Inputs of a chunk of moments: its base, and for a second moment the first moments.
 
+use tensorcask_kernels::gradient::{self as kernel, First, Second};
+
 use super::super::Chunk;
 use crate::Dtype;
-use crate::kernels::gradient::{self as kernel, First, Second};
 
 pub(super) const FIRST: &str = "exp_avg";
 

@@ -19,21 +19,22 @@ pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
+use inputs::{FIRST, Squared, base_of, shorten};
+use search::{Kind, Search};
+use tensorcask_kernels::digits;
+use tensorcask_kernels::floats::{narrow_to, widen};
+use tensorcask_kernels::gradient::{self as kernel, Blend, First, Scale, Second};
+use tensorcask_kernels::joint;
+use tensorcask_kernels::ordered::{Exponent, MAX_CLASSES};
+use tensorcask_kernels::replay::Square;
+use tensorcask_kernels::spare::{self, Spare};
+
 use super::classes::{self, Base, Clauses, TokenClasses};
 use super::residual::{self, COLUMNS_OF_MOMENT};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, MomentRule, Need, Ordered, no_gradients, sample};
 use crate::entropy::{self, entropy_bits};
-use crate::kernels::digits;
-use crate::kernels::floats::{narrow_to, widen};
-use crate::kernels::gradient::{self as kernel, Blend, First, Scale, Second};
-use crate::kernels::joint;
-use crate::kernels::ordered::{Exponent, MAX_CLASSES};
-use crate::kernels::replay::Square;
-use crate::spare::{self, Spare};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
-use inputs::{FIRST, Squared, base_of, shorten};
-use search::{Kind, Search};
 
 /// Stores a first moment or a momentum as a gradient, and a second moment as what that gradient leaves over.
 ///
@@ -369,10 +370,10 @@ pub(super) fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8], g
         return Err(Error::corrupt("an element of more than 16 bits").clause("joint 4"));
     } else {
         let mut wide = Spare::new(4 * units, "moments")?;
-        kernel::blend(&widen(columns.dtype, base)?, &quotients, by, &mut wide);
+        kernel::blend(&widen(columns.dtype.number_format(), base)?, &quotients, by, &mut wide);
         joint::cut_all(16, &mut wide);
         copy_escapes(&quotients, &lengths, &mut wide);
-        narrow_to(columns.dtype, &wide, out);
+        narrow_to(columns.dtype.number_format(), &wide, out);
     }
     if let Some(gradients) = gradients {
         fill_gradients(columns, base, out, (&quotients, &lengths), by, gradients)?;
@@ -406,18 +407,19 @@ fn fill_gradients(
     by: First,
     gradients: &mut [u8],
 ) -> Result<()> {
-    let before = widen(columns.dtype, base)?;
-    let now = widen(columns.dtype, out)?;
+    let before = widen(columns.dtype.number_format(), base)?;
+    let now = widen(columns.dtype.number_format(), out)?;
     kernel::gradients([&before, &now], quotients, lengths, by, gradients);
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use tensorcask_kernels::floats::to_bytes;
+
     use super::{FIRST, Gradient};
     use crate::Dtype;
     use crate::codec::{Chunk, Codec, Columns};
-    use crate::kernels::floats::to_bytes;
 
     /// Another thread may use up the next search, or replace the step that was found, between estimate and encoding.
     #[test]

@@ -17,13 +17,14 @@
 
 use std::ops::Range;
 
+use tensorcask_kernels::digits::{ESCAPE, shape};
+use tensorcask_kernels::floats::floats;
+use tensorcask_kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};
+use tensorcask_kernels::replay::Square;
+
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::classes::ONE_CLASS_PERCENT;
 use super::inputs::{Squared, shorten};
-use crate::kernels::digits::{ESCAPE, shape};
-use crate::kernels::floats::floats;
-use crate::kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};
-use crate::kernels::replay::Square;
 
 /// Kind of moment, which tells what decay and weight may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

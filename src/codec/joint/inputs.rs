@@ -1,10 +1,11 @@
 //! Inputs of a replay: the base of a chunk of weights or second moments, and its partners.
 
+use tensorcask_kernels::floats::{narrow_to, widen};
+use tensorcask_kernels::joint::{self as kernel, Before};
+use tensorcask_kernels::spare::{MaybeSpare, Spare};
+
 use super::super::{Chunk, Partner, sample};
 use super::rule::Rule;
-use crate::kernels::floats::{narrow_to, widen};
-use crate::kernels::joint::{self as kernel, Before};
-use crate::spare::{MaybeSpare, Spare};
 use crate::tensor::is_parameter;
 use crate::{Dtype, Error, Result};
 
@@ -34,12 +35,12 @@ impl<'a> Inputs<'a> {
         let before = |role| {
             let partner = partner(role).filter(|partner| is_number(partner.dtype))?;
             let base = partner.base.filter(|base| base.len() == count * partner.dtype.unit_bytes())?;
-            Some(widen(partner.dtype, base))
+            Some(widen(partner.dtype.number_format(), base))
         };
         let moments = if is_parameter(role) { Some((before(FIRST)?, before(SECOND)?)) } else { None };
         let widened = || {
             let moments = moments.map(|(first, second)| Ok::<_, Error>((first?, second?))).transpose()?;
-            Ok(Self { base: widen(dtype, base)?, gradients, moments })
+            Ok(Self { base: widen(dtype.number_format(), base)?, gradients, moments })
         };
         Some(widened())
     }
@@ -101,7 +102,7 @@ pub(super) fn replay(inputs: &Inputs<'_>, rule: Rule, dtype: Dtype, out: &mut [u
     }
     let mut wide = Spare::new(inputs.base.len(), "replayed elements")?;
     inputs.lent().replay(rule, dtype, &mut wide);
-    narrow_to(dtype, &wide, out);
+    narrow_to(dtype.number_format(), &wide, out);
     Ok(())
 }
 

@@ -22,19 +22,20 @@ mod states;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::classes::TokenClasses;
-use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, Need, Ordered, Partner, no_gradients, sample};
-use crate::kernels::floats::{narrow_to, widen};
-use crate::kernels::joint::{self as kernel, Before, Joint as Step, States};
-use crate::spare::Spare;
-use crate::tensor::is_parameter;
-use crate::{Dtype, Error, Result};
 use inputs::{FIRST, Inputs, SECOND, WEIGHTS, base_of, cut_of, is_number, replay};
 use rule::{Found, Rule, STEP_BYTES};
 use search::Search;
 use states::OwnStates;
+use tensorcask_kernels::floats::{narrow_to, widen};
+use tensorcask_kernels::joint::{self as kernel, Before, Joint as Step, States};
+use tensorcask_kernels::spare::Spare;
+
+use super::classes::TokenClasses;
+use super::gradient::{self, COLUMNS_OF_FIRST, FIRST_BYTES};
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, GradientForm, Need, Ordered, Partner, no_gradients, sample};
+use crate::tensor::is_parameter;
+use crate::{Dtype, Error, Result};
 
 /// Stores a first moment of few bits as a gradient, and a second moment or a weight as what that gradient leaves over.
 ///
@@ -86,10 +87,10 @@ impl Joint {
         }
         let now = |role| {
             let partner = chunk.partner(role)?;
-            Some((widen(partner.dtype, partner.data).ok()?, cut_of(partner.dtype)))
+            Some((widen(partner.dtype.number_format(), partner.data).ok()?, cut_of(partner.dtype)))
         };
         let ((first, first_cut), (second, second_cut)) = (now(FIRST)?, now(SECOND)?);
-        let weights = widen(chunk.dtype, chunk.data).ok()?;
+        let weights = widen(chunk.dtype.number_format(), chunk.data).ok()?;
         let [before_first, before_second] = inputs.lent().moments?;
         let before = Before { weights: &inputs.base, first: before_first, second: before_second };
         let weight_cut = cut_of(chunk.dtype);
@@ -141,7 +142,7 @@ impl Joint {
         let mut replayed = vec![0; few.base.len()];
         few.lent().replay(found.rule, chunk.dtype, &mut replayed);
         let mut narrow = vec![0; replayed.len() / 4 * chunk.dtype.unit_bytes()];
-        narrow_to(chunk.dtype, &replayed, &mut narrow);
+        narrow_to(chunk.dtype.number_format(), &replayed, &mut narrow);
         residual::estimate(chunk, found.rule.column().len() as u64, &narrow)
     }
 

@@ -1,10 +1,11 @@
 //! Form and numbers of a replay, and the column that stores them. Spec: `spec/codecs/joint.md`, clause 3.
 
+use tensorcask_kernels::gradient::Second;
+use tensorcask_kernels::joint::Joint as Step;
+
 use super::super::gradient;
 use super::super::replay::rule::{put_step, read_step};
 use super::super::residual::{COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
-use crate::kernels::gradient::Second;
-use crate::kernels::joint::Joint as Step;
 use crate::wire::Cursor;
 use crate::{Error, Result};
 

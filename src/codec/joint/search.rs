@@ -8,6 +8,12 @@
 //! Any numbers restore every bit. If no factor makes gradients short, because they were computed in binary32, they still
 //! need only as many bits as the weight keeps of them.
 
+use tensorcask_kernels::digits::{ESCAPE, shape};
+use tensorcask_kernels::floats::{floats, unit, widen};
+use tensorcask_kernels::gradient::{Blend, First, Scale, Second};
+use tensorcask_kernels::joint::{self as kernel, Joint as Step, Solved, States};
+use tensorcask_kernels::replay::{self as replays, Divisor, Square, Update};
+
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::gradient::search::{elect, mantissa};
 use super::super::replay::search::step as step_of;
@@ -15,11 +21,6 @@ use super::inputs::Lent;
 use super::rule::{Found, Rule};
 use super::states::FewStates;
 use crate::Dtype;
-use crate::kernels::digits::{ESCAPE, shape};
-use crate::kernels::floats::{floats, unit, widen};
-use crate::kernels::gradient::{Blend, First, Scale, Second};
-use crate::kernels::joint::{self as kernel, Joint as Step, Solved, States};
-use crate::kernels::replay::{self as replays, Divisor, Square, Update};
 
 /// Steps that were found last, the most recent first, and the number of chunks to pass over before the next search.
 #[derive(Debug, Default)]
@@ -115,7 +116,7 @@ pub(super) fn explained(states: States<'_>, by: Step) -> [u64; 2] {
 /// First moments that gradients lead to, before they are rounded.
 fn blended(states: States<'_>, gradients: &[u8], by: First) -> Vec<u8> {
     let mut out = vec![0; gradients.len()];
-    crate::kernels::gradient::blend(states.before.first, gradients, by, &mut out);
+    tensorcask_kernels::gradient::blend(states.before.first, gradients, by, &mut out);
     out
 }
 
@@ -213,7 +214,7 @@ impl Search {
         let base = few(inputs.base);
         let gradients = few(inputs.gradients);
         let moments = inputs.moments.map(|moments| moments.map(few));
-        let wide = widen(dtype, data).ok()?;
+        let wide = widen(dtype.number_format(), data).ok()?;
         let data = few(&wide);
         let of = base.len() / 4;
         let lent =

@@ -1,10 +1,11 @@
 //! Both states of a parameter, in which a step is searched for.
 
+use tensorcask_kernels::floats::widen;
+use tensorcask_kernels::joint::{Before, States};
+use tensorcask_kernels::spare::{MaybeSpare, Spare};
+
 use super::super::{Chunk, sample};
 use super::inputs::{SECOND, WEIGHTS, cut_of, is_number};
-use crate::kernels::floats::widen;
-use crate::kernels::joint::{Before, States};
-use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Both states of a parameter, as f32.
@@ -27,7 +28,7 @@ impl<'a> OwnStates<'a> {
         };
         let count = base.len() / chunk.dtype.unit_bytes();
         let wide = |found: Option<(Dtype, &'a [u8], &'a [u8])>| match found {
-            Some((dtype, before, now)) => Ok((widen(dtype, before)?, widen(dtype, now)?, cut_of(dtype))),
+            Some((dtype, before, now)) => Ok((widen(dtype.number_format(), before)?, widen(dtype.number_format(), now)?, cut_of(dtype))),
             None => Ok::<_, Error>((zeros(count)?, zeros(count)?, 0)),
         };
         let (before_weights, weights, weight_cut) = wide(WEIGHTS.iter().find_map(|role| whole(role)))?;

@@ -1,9 +1,10 @@
 //! Inputs of a replay: the base of a chunk, and its partners.
 
+use tensorcask_kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
+
 use super::super::{Chunk, Partner, sample};
 use super::rule::Rule;
 use crate::Dtype;
-use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
 use crate::tensor::is_parameter;
 
 pub(super) const FIRST: &str = "exp_avg";

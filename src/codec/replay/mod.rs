@@ -21,16 +21,17 @@ pub(super) mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::classes::TokenClasses;
-use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered};
-use crate::kernels::replay::{Moment, Step};
-use crate::spare::Spare;
-use crate::tensor::is_parameter;
-use crate::{Dtype, Error, Result};
 use inputs::{FIRST, Inputs, SECOND, before, now};
 use rule::{Rule, STEP_BYTES, read_moment, read_step_column};
 use search::Known;
+use tensorcask_kernels::replay::{Moment, Step};
+use tensorcask_kernels::spare::Spare;
+
+use super::classes::TokenClasses;
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered};
+use crate::tensor::is_parameter;
+use crate::{Dtype, Error, Result};
 
 /// Stores the difference between each element and its replay.
 ///

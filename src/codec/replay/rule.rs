@@ -1,7 +1,8 @@
 //! Form and numbers of a replay, and the column that stores them. Spec: `spec/codecs/replay.md`, clause 3.
 
+use tensorcask_kernels::replay::{Divisor, Moment, Square, Step, Update};
+
 use super::super::residual::{COLUMNS_OF_MOMENT, COLUMNS_OF_STEP};
-use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 use crate::wire::{Cursor, Put};
 use crate::{Error, Result};
 

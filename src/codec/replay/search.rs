@@ -8,12 +8,13 @@
 //!
 //! Rules that were found before are tried first. A search costs thousands of elements, a try costs a few hundred.
 
+use tensorcask_kernels::floats::floats;
+use tensorcask_kernels::replay::{Divisor, Moment, Square, Step, Update};
+
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::predict::log2_about;
 use super::inputs::Inputs;
 use super::rule::Rule;
-use crate::kernels::floats::floats;
-use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 
 /// Rules that were found last, the most recent first.
 #[derive(Debug)]

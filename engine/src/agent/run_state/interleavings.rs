@@ -366,12 +366,14 @@ const ONE_SAVE: Limits = Limits { saves: 1, ..TWO_SAVES };
 
 #[test]
 fn no_interleaving_loses_a_save_or_leaves_work_undone() {
+    let is_thorough = std::env::var_os("TENSORCASK_THOROUGH").is_some();
     for limits in [
         Limits { encoder_errors: 1, ..TWO_SAVES },
         Limits { final_errors: 1, ..TWO_SAVES },
         Limits { upload_errors: 1, ..TWO_SAVES },
         Limits { trainer_deaths: 1, agent_deaths: 1, ..ONE_SAVE },
-        Limits { agent_deaths: 1, memory_losses: 1, ..TWO_SAVES },
+        // With two saves, these alone are more states than all others.
+        Limits { agent_deaths: 1, memory_losses: 1, ..if is_thorough { TWO_SAVES } else { ONE_SAVE } },
         Limits { agent_deaths: 1, new_stores: 1, ..TWO_SAVES },
         Limits { memory_losses: 1, new_stores: 1, ..TWO_SAVES },
         Limits { trainer_deaths: 1, upload_errors: 1, ..ONE_SAVE },
