@@ -1,12 +1,13 @@
 """Measures weight synchronisation: bytes and CPU seconds of one version of bf16 weights, for several learning rates.
 
-    python benches/python/weight_sync.py [--mib 256] [--rounds 5]
+    python benches/python/weight_sync.py [--mib 256 | --data FILE] [--rounds 5]
 
 The weights are f32 numbers of a normal distribution (standard deviation 0.02), rounded to bf16. A version adds to each an update of about the
 learning rate, as Adam does, and rounds again: few weights change, nearly all of them by one unit in the last place. A share in percent instead
-of a rate: so many weights at random places change, whatever their size. Compares snapshots that are read as differences
+of a rate: so many weights at random places change, whatever their size. `--data` takes the f32 masters of a real training and Adam's step
+with their real moments instead: FILE is a safetensors file with `optimizer.master.*`, `optimizer.exp_avg.*` and `optimizer.exp_avg_sq.*`. Compares snapshots that are read as differences
 (`tensorcask.weights`) with whole safetensors files, with deltas in slime's layout, XOR and overwritten bytes, which are made and applied by
-`tensorcask.slime`, and with indices and values in numpy: as they are (vLLM, verl), and gaps between indices and values, each by zstd -3.
+`tensorcask.slime`, with snapshots of Moonclip, if it is installed, and with indices and values in numpy: as they are (vLLM, verl), and gaps between indices and values, each by zstd -3.
 CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is
 in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
 """
@@ -14,6 +15,7 @@ in one folder, by default in shared memory. Prints a table: medians, and the ran
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -46,6 +48,19 @@ def first(mib: int) -> State:
 def updated(masters: State, rate: float, seed: int) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {name: (tensor + rate * torch.randn(tensor.shape, generator=generator)).bfloat16() for name, tensor in masters.items()}
+
+
+def stepped(state: State, rate: float, _seed: int) -> State:
+    def moved(name: str) -> torch.Tensor:
+        first, second = (state[f"optimizer.{moment}.{name}"] for moment in ("exp_avg", "exp_avg_sq"))
+        return (state[f"optimizer.master.{name}"] - rate * first / (second.sqrt() + 1e-8)).bfloat16()
+
+    return {name: moved(name) for name in named_masters(state)}
+
+
+def named_masters(state: State) -> State:
+    prefix = "optimizer.master."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def changed(masters: State, share: float, seed: int) -> State:
@@ -98,18 +113,41 @@ def ours(old: State, new: State, folder: Path) -> tuple[float, float, float]:
     return size, written, read
 
 
+def moonclip(old: State, new: State, folder: Path) -> tuple[float, float, float]:
+    from moonclip import MoonclipManager
+
+    # The same manager writes both versions and keeps the first in memory. A reader starts afresh, and so reads the base, too.
+    manager = MoonclipManager(str(folder), async_save=False)
+    manager.save_tensors(1, old)
+    manager.flush()
+    before = size_of(folder)
+
+    def write() -> None:
+        manager.save_tensors(2, new)
+        manager.flush()
+
+    written = cpu_seconds(write)
+    size = size_of(folder) - before
+    reader = MoonclipManager(str(folder), async_save=False)
+    found: dict[str, bytearray] = {}
+    read = cpu_seconds(lambda: found.update(reader.load(reader.list_snapshots()[-1]["id"])))
+    assert all(found[name] == tensor.view(torch.uint8).numpy().tobytes() for name, tensor in new.items())
+    return size, written, read
+
+
 def slimes(encoding: str, old: State, new: State, folder: Path) -> tuple[float, float, float]:
     before, after, held = raw(old), raw(new), raw(old)
+    files: dict[str, str] = {}
     path = folder / "model-00000-of-00001.safetensors"
 
     def write() -> None:
         content, sums = slime._differences(before, after, encoding, "xxh3-128", 2)
         safetensors.numpy.save_file(content, path, metadata=sums)
-        files = dict.fromkeys(content, path.name)
+        files.update(dict.fromkeys(content, path.name))
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
     written = cpu_seconds(write)
-    version = slime._Version(folder, 2, 2, 1, encoding, "xxh3-128", dict.fromkeys(after, path.name))
+    version = slime._Version(folder, 2, 2, 1, encoding, "xxh3-128", files)
     read = cpu_seconds(lambda: slime._apply(version, held))
     assert all(held[name].data == tensor.data for name, tensor in after.items())
     return size_of(folder), written, read
@@ -153,6 +191,8 @@ WAYS = {
     "gaps, values, zstd -3": partial(listed, 3),
     "tensorcask": ours,
 }
+if importlib.util.find_spec("moonclip"):
+    WAYS["Moonclip"] = moonclip
 
 
 def main() -> None:
@@ -160,10 +200,12 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--data")
     arguments = parser.parse_args()
-    masters = first(arguments.mib)
+    real = safetensors.torch.load_file(arguments.data) if arguments.data else None
+    masters = named_masters(real) if real else first(arguments.mib)
     old = {name: tensor.bfloat16() for name, tensor in masters.items()}
-    cases = [(f"rate {rate:.0e}", partial(updated, masters, rate)) for rate in RATES]
+    cases = [(f"rate {rate:.0e}", partial(stepped, real, rate) if real else partial(updated, masters, rate)) for rate in RATES]
     cases += [(f"{share:.1%}", partial(changed, masters, share)) for share in SHARES]
     print("| version | changed | | MB | write, CPU s | read, CPU s |\n|---|---:|---|---:|---:|---:|")
     for case, make in cases:
