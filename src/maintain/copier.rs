@@ -134,13 +134,22 @@ impl Copier {
             report.forgotten = there.forgotten;
             for record in &plan.missing {
                 match self.copy_snapshot(source, from.state(), record, &mut report).await {
-                    Err(error) if error.is_damage() && begun_again < MOST_PLANS && has_changed(source, record).await? => {
+                    Err(error) if error.is_damage() && has_changed(source, record).await? => {
+                        if begun_again == MOST_PLANS {
+                            let message = format!(
+                                "gave up or compacted step {} while it was copied, and others before; nothing is damaged. Copy again, let \
+                                 the source keep more steps, or name a step to copy that it keeps",
+                                record.step
+                            );
+                            return Err(Error::new(ErrorKind::Conflict, message).object(source.url()).source(error));
+                        }
                         tracing::warn!(step = record.step, %error, "the source gave up or compacted the step during the copy; looking at the source again");
                         begun_again += 1;
                         continue 'plan;
                     }
                     copied => copied?,
                 }
+                begun_again = 0;
                 added.insert(record.id, record.clone());
             }
             plan.note_added(&added);
@@ -446,7 +455,7 @@ impl StoredSnapshot {
     }
 }
 
-/// Number of times that a copy looks at a source again whose steps go away or are compacted.
+/// Number of times in a row that a copy looks at a source again whose steps go away or are compacted.
 const MOST_PLANS: u32 = 16;
 
 /// Whether the log of a store says something else of a snapshot by now. Its objects may then be gone (log 7.6).
@@ -483,7 +492,7 @@ pub(super) async fn source_file(source: &Store) -> Result<StoreFile> {
 #[boxed]
 pub(super) async fn open_of_run(destination: &Store, file: StoreFile) -> Result<Log> {
     check_root(destination, has_store(destination, Some(file.run))).await?;
-    destination.objects().ensure_root()?;
+    destination.objects().ensure_root().await?;
     match read_store_file(destination).await {
         Ok(found) if found.run == file.run => {}
         Ok(_) => {
