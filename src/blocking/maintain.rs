@@ -23,6 +23,11 @@ pub fn probe(store: &Store) -> Result<ProbeReport> {
     store.block_on(maintain::probe(store.inner()))
 }
 
+/// See [`maintain::probe_pair`](maintain::probe_pair()).
+pub fn probe_pair(store: &Store, second: &Store) -> Result<ProbeReport> {
+    store.block_on(maintain::probe_pair(store.inner(), second.inner()))
+}
+
 /// See [`maintain::gc`](maintain::gc()).
 pub fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
     store.block_on(maintain::gc(store.inner(), options))

@@ -4,12 +4,16 @@ use std::future::Future;
 use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::{Error, ErrorKind, Result};
 
 /// Maximum number of threads that read and write local files. More threads are no faster, and each keeps allocator
 /// memory.
 const MAX_BLOCKING_THREADS: usize = 16;
+
+/// How long the last handle waits for work on local files. A thread in a file system that hangs never ends.
+const LAST_WORK: Duration = Duration::from_secs(5);
 
 /// A runtime that several handles share. The last handle stops its threads.
 ///
@@ -59,7 +63,9 @@ impl Drop for Owned {
             // A thread of a runtime must not wait for another. Python's garbage collector runs on any thread, also on one of
             // ours that hands a log message to Python. If no thread can be started, the runtime lives on.
             let runtime = ManuallyDrop::new(runtime);
-            let _ = std::thread::Builder::new().spawn(move || drop(ManuallyDrop::into_inner(runtime)));
+            let _ = std::thread::Builder::new().spawn(move || ManuallyDrop::into_inner(runtime).shutdown_timeout(LAST_WORK));
+        } else {
+            runtime.shutdown_timeout(LAST_WORK);
         }
     }
 }

@@ -77,3 +77,11 @@ pub use crate::store::ProbeReport;
 pub async fn probe(store: &crate::Store) -> crate::Result<ProbeReport> {
     crate::store::probe(store.objects()).await
 }
+
+/// Races creates on scratch objects between two ways to one storage, such as the mounts of two hosts or two servers before one
+/// bucket. Refuses them if a name can be created through both, or if one does not show what was written through the other.
+///
+/// The two need no store. The folder of the first is made for the test, if it is missing.
+pub async fn probe_pair(store: &crate::Store, second: &crate::Store) -> crate::Result<ProbeReport> {
+    crate::store::probe_pair(store.objects(), second.objects()).await
+}

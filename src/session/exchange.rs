@@ -74,7 +74,7 @@ impl SessionExchange {
     /// Agrees with all hosts on the log entry after which a session begins. `after`: the last log entry, 0 for an empty log or
     /// before there is a store. The first host that asks decides; returns its entry.
     pub async fn begin(store: &Store, session: Id, after: u64) -> Result<u64> {
-        store.objects().ensure_root()?;
+        store.objects().ensure_root().await?;
         let bytes = SessionBeginning::new(after).encode()?;
         let found = agree(store, &beginning_path(session), bytes).await?;
         Ok(SessionBeginning::decode(&found, store.limits()).in_object(beginning_path(session))?.after)
@@ -104,7 +104,7 @@ impl SessionExchange {
 
     /// Notes that these ranks save no more: all their receipts are in the store.
     pub async fn end_ranks(store: &Store, session: Id, ranks: RankRange) -> Result<()> {
-        store.objects().ensure_root()?;
+        store.objects().ensure_root().await?;
         create_or_keep(store, &ended_path(session, ranks), RanksEnded::new().encode()?.into()).await
     }
 

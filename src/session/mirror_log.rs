@@ -30,7 +30,7 @@ impl Mirror {
     #[boxed]
     pub(super) async fn begin(&self, state: &LogState) -> Result<MirrorStart> {
         let file = read_store_file(&self.store).await?;
-        self.memory.objects().ensure_root()?;
+        self.memory.objects().ensure_root().await?;
         let mut unwritten = None;
         match read_store_file(&self.memory).await {
             Ok(found) if found.run == file.run => {}

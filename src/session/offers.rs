@@ -56,7 +56,7 @@ impl RankExchange {
     /// Makes an offer to the other ranks. `round` names one agreement and may contain lower-case letters, digits, `-`
     /// and `_`. A rank may repeat an offer within a round, and the first one counts; an offer of other steps is a `Conflict`.
     pub async fn put_offer(&self, round: &str, rank: u32, offer: &RankOffer) -> Result<()> {
-        self.store.objects().ensure_root()?;
+        self.store.objects().ensure_root().await?;
         let path = path_of(round, rank)?;
         let json = serde_json::to_vec(offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
         match self.store.objects().create_unique(&path, json.into()).await {

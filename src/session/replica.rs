@@ -351,7 +351,7 @@ impl Replica {
             Err(e) => return Err(e),
         };
         let session = SessionName { run: file.run, session: self.session };
-        self.memory.objects().ensure_root()?;
+        self.memory.objects().ensure_root().await?;
         match read_store_file(&self.memory).await {
             Ok(found) if found.run == file.run => return Ok(Some(session)),
             Ok(_) => {

@@ -34,6 +34,8 @@ use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, 
 use object_store::{ClientConfigKey, ClientOptions};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::Environment;
+use super::certificates::Certificates;
 use super::proxies::Proxies;
 use super::upload_pace::UploadPace;
 use crate::error::Advice;
@@ -57,6 +59,7 @@ pub(super) struct Connector {
     contacts: Arc<Contacts>,
     /// Proxies of the process that the store is opened for; `None` for those of this process.
     proxies: Option<Proxies>,
+    certificates: Certificates,
 }
 
 impl Connector {
@@ -73,18 +76,19 @@ impl Connector {
             repeated: Mutex::default(),
             uploads: Mutex::default(),
         };
-        Self { contacts: Arc::new(contacts), proxies: None }
+        Self { contacts: Arc::new(contacts), proxies: None, certificates: Certificates::default() }
     }
 
-    /// Sends requests by these proxies, and by none of this process.
-    pub(super) fn with_proxies(self, proxies: Option<Proxies>) -> Self {
-        Self { proxies, ..self }
+    /// Sends requests as the process with these variables does: by its proxies, and by none of this process. Trusts its certificates.
+    pub(super) fn for_process(self, environment: Option<&Environment>) -> Self {
+        let certificates = environment.map(Certificates::of).unwrap_or_default();
+        Self { proxies: environment.map(Proxies::of), certificates, ..self }
     }
 }
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let mut options = options.clone();
+        let mut options = self.certificates.applied_to(options.clone());
         if self.contacts.contact_timeout < CONNECT_TIMEOUT {
             options = options.with_connect_timeout(self.contacts.contact_timeout.max(FIRST_PAUSE));
         }

@@ -1,4 +1,4 @@
-//! Variables of the environment that decide about a store: its endpoint, its region, its credentials, its proxy.
+//! Variables of the environment that decide about a store: its endpoint, region, credentials, proxy, and trusted certificates.
 //!
 //! A process that works for another one, such as an agent, opens a store with the variables of that process instead of its own.
 
@@ -39,14 +39,11 @@ impl Environment {
         all.filter(move |(name, _)| name.starts_with(prefix))
     }
 
-    /// The same variables without credentials and proxies, to compare two environments: with other ones, the store is the same.
+    /// The same variables without credentials, proxies and certificates, to compare two environments: with other ones, the store is
+    /// the same.
     #[must_use]
     pub fn without_credentials(&self) -> Self {
-        self.0
-            .iter()
-            .filter(|(name, _)| !is_credential(name) && !is_proxy(name))
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect()
+        self.0.iter().filter(|(name, _)| !is_credential(name) && !is_way(name)).map(|(name, value)| (name.clone(), value.clone())).collect()
     }
 }
 
@@ -83,7 +80,8 @@ pub fn is_credential(name: &str) -> bool {
 /// assert!(with_absolute_path("google_application_credentials", "key.json".to_owned()).ends_with("/key.json"));
 /// ```
 pub fn with_absolute_path(name: &str, value: String) -> String {
-    const FILES: [&str; 9] = [
+    const FILES: [&str; 10] = [
+        "ssl_cert_file",
         "aws_web_identity_token_file",
         "aws_container_authorization_token_file",
         "google_service_account",
@@ -94,11 +92,19 @@ pub fn with_absolute_path(name: &str, value: String) -> String {
         "azure_federated_token_file",
         "federated_token_file",
     ];
-    if value.is_empty() || !FILES.iter().any(|file| name.eq_ignore_ascii_case(file)) {
+    let is_list = name == CERTIFICATE_FOLDERS;
+    if value.is_empty() || !(is_list || FILES.iter().any(|file| name.eq_ignore_ascii_case(file))) {
         return value;
     }
-    let absolute = std::path::absolute(&value).ok().and_then(|path| path.into_os_string().into_string().ok());
-    absolute.unwrap_or(value)
+    let absolute = match is_list {
+        true => std::env::split_paths(&value)
+            .map(std::path::absolute)
+            .collect::<Result<Vec<_>, _>>()
+            .ok()
+            .and_then(|paths| std::env::join_paths(paths).ok()),
+        false => std::path::absolute(&value).ok().map(std::path::PathBuf::into_os_string),
+    };
+    absolute.and_then(|path| path.into_string().ok()).unwrap_or(value)
 }
 
 /// Whether a variable decides about a store.
@@ -115,12 +121,17 @@ fn decides(name: &str) -> bool {
     if name.starts_with("AZURE_") {
         return name.to_ascii_lowercase().parse::<object_store::azure::AzureConfigKey>().is_ok();
     }
-    [SERVICE_ACCOUNT, IDENTITY_ENDPOINT, CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&name) || is_proxy(name)
+    [SERVICE_ACCOUNT, IDENTITY_ENDPOINT, CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&name) || is_way(name)
 }
 
-fn is_proxy(name: &str) -> bool {
-    PROXIES.as_flattened().contains(&name)
+/// Whether a variable decides how a server is reached, and not which one.
+fn is_way(name: &str) -> bool {
+    PROXIES.as_flattened().contains(&name) || [CERTIFICATE_FILE, CERTIFICATE_FOLDERS].contains(&name)
 }
+
+/// A file with certificates of authorities, and a list of folders with such files.
+pub(super) const CERTIFICATE_FILE: &str = "SSL_CERT_FILE";
+pub(super) const CERTIFICATE_FOLDERS: &str = "SSL_CERT_DIR";
 
 /// A file with the credentials of a service account of Google.
 pub(super) const SERVICE_ACCOUNT: &str = "SERVICE_ACCOUNT";

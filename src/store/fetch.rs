@@ -27,7 +27,7 @@ impl Objects {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);
         let _pending = self.noted("read", object);
-        let client = self.client()?;
+        let client = self.client().await?;
         local_file(self, object).await?;
         let fetch = |range: Range<u64>| {
             let path = &path;

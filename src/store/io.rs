@@ -8,6 +8,7 @@ use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
+use super::objects::blocking;
 use super::{Created, Listed, Medium, Objects, concurrently, hard_links, local};
 use crate::wire::is_object;
 use crate::{Error, ErrorKind, Limits, Result, boxed};
@@ -20,7 +21,7 @@ impl Objects {
     #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
         let _pending = self.request("read", object, 0);
-        let client = self.client()?;
+        let client = self.client().await?;
         if let Some(root) = self.local_folder() {
             let root = root.to_owned();
             let object = object.to_owned();
@@ -54,7 +55,7 @@ impl Objects {
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
         let _pending = self.request("write", object, bytes.len() as u64);
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
-        let client = self.client().map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
+        let client = self.client().await.map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
         match client.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
             Ok(_) => Ok(Created::Written),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => Ok(Created::Exists),
@@ -111,7 +112,7 @@ impl Objects {
         loop {
             attempts += 1;
             let _pending = self.request("write", object, payload.content_length() as u64);
-            match self.client()?.put(&self.path(object), payload.clone()).await {
+            match self.client().await?.put(&self.path(object), payload.clone()).await {
                 Ok(_) => return Ok(()),
                 Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) if attempts < 3 => {}
                 Err(e) => return Err(unconditional(object, e)),
@@ -120,8 +121,8 @@ impl Objects {
     }
 
     /// Whether the folder of a local store does not exist yet.
-    fn is_no_folder(&self) -> Result<bool> {
-        match self.client() {
+    async fn is_no_folder(&self) -> Result<bool> {
+        match self.client().await {
             Ok(_) => Ok(false),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(true),
             Err(e) => Err(e),
@@ -132,7 +133,7 @@ impl Objects {
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         let _pending = self.request("list", folder, 0);
-        if self.is_no_folder()? {
+        if self.is_no_folder().await? {
             return Ok(Vec::new());
         }
         let mut found: Vec<Listed> = match self.local_folder() {
@@ -144,7 +145,7 @@ impl Objects {
             None => {
                 let prefix = self.path(folder);
                 let listed: Vec<ObjectMeta> =
-                    self.client()?.list(Some(&prefix)).try_collect().await.map_err(|e| Error::storage(folder, e))?;
+                    self.client().await?.list(Some(&prefix)).try_collect().await.map_err(|e| Error::storage(folder, e))?;
                 let of = |meta: ObjectMeta| -> Result<Listed> {
                     Ok(Listed { path: below_root(self, &meta.location, folder)?, bytes: meta.size, modified_ms: modified_ms(&meta) })
                 };
@@ -161,16 +162,18 @@ impl Objects {
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
         let _pending = self.request("list", folder, 0);
-        let mut names: Vec<String> = match self.local_folder() {
+        if self.is_no_folder().await? {
+            return Ok(Vec::new());
+        }
+        let mut names: Vec<String> = match self.folder().await? {
             Some(root) => {
-                let root = root.to_owned();
                 let folder = folder.to_owned();
                 blocking(folder.clone(), move || local::names(&root, &folder, FileType::is_file)).await?
             }
             None => {
                 let prefix = self.path(folder);
                 let offset = self.path(&format!("{folder}/{after}"));
-                let client = self.client()?;
+                let client = self.client().await?;
                 let listed = match url_path(&self.url) {
                     // Names with the path of the URL do not sort as those below the root.
                     Some(_) => client.list(Some(&prefix)),
@@ -217,7 +220,7 @@ impl Objects {
         if let Some(file) = local_file(self, object).await? {
             return Ok(file);
         }
-        let meta = self.client()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        let meta = self.client().await?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
         Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
     }
 
@@ -246,7 +249,7 @@ impl Objects {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
             found => found?,
         };
-        match self.client()?.delete(&self.path(object)).await {
+        match self.client().await?.delete(&self.path(object)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(Error::storage(object, e)),
         }
@@ -279,18 +282,19 @@ fn url_path(url: &str) -> Option<Path> {
 
 /// Size and time of an object on local disk; `None` on other storage. Fails if it does not exist, or is no regular file.
 pub(super) async fn local_file(objects: &Objects, object: &str) -> Result<Option<Listed>> {
-    let Some(root) = objects.local_folder() else { return Ok(None) };
-    let root = root.to_owned();
+    let absent = || Error::not_found("no such object").object(object);
+    let root = objects.folder().await.map_err(|e| if e.kind() == ErrorKind::NotFound { absent().source(e) } else { e })?;
+    let Some(root) = root else { return Ok(None) };
     let name = object.to_owned();
     match blocking(object.to_owned(), move || local::file_of(&root, &name)).await? {
         Some(found) => Ok(Some(Listed::of_file(object.to_owned(), &found))),
-        None => Err(Error::not_found("no such object").object(object)),
+        None => Err(absent()),
     }
 }
 
 /// Files that interrupted writes have left on local disk, or that are being written. Listings of objects leave them out.
 pub(crate) async fn staged_files(objects: &Objects) -> Result<Vec<Listed>> {
-    if objects.is_no_folder()? {
+    if objects.is_no_folder().await? {
         return Ok(Vec::new());
     }
     let Some(root) = objects.local_folder().map(std::path::Path::to_owned) else { return Ok(Vec::new()) };
@@ -303,12 +307,6 @@ pub(crate) async fn remove_staged_file(objects: &Objects, path: &str) -> Result<
     let root = root.to_owned();
     let path = path.to_owned();
     blocking(path.clone(), move || local::remove(&root, &path)).await
-}
-
-/// Runs work on local files on a thread that may wait. One hop to such a thread takes longer than most requests.
-pub(super) async fn blocking<T: Send + 'static>(object: String, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|e| Err(Error::new(ErrorKind::Storage, format!("a task for local files ended early: {e}")).object(object)))
 }
 
 /// Reads the file of an object of at most `max_bytes`.
@@ -345,8 +343,10 @@ pub(crate) fn unconditional(object: &str, source: object_store::Error) -> Error 
 #[boxed]
 pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) -> Result<Vec<(String, String)>> {
     let mut found = Vec::new();
-    if let Medium::Local(_) = &objects.medium {
-        let root = objects.local_folder().map(ToOwned::to_owned).unwrap_or_default();
+    if objects.is_no_folder().await? {
+        return Ok(found);
+    }
+    if let Some(root) = objects.folder().await? {
         let above = folder.to_owned();
         let mut folders = blocking(above.clone(), move || local::names(&root, &above, FileType::is_dir)).await?;
         folders.retain(|name| name.as_str() > after);
@@ -361,7 +361,7 @@ pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) 
     // The digit 0 follows the slash, so the objects of `after` are skipped, too.
     let prefix = objects.path(folder);
     let offset = objects.path(&format!("{folder}/{after}0"));
-    let listed = objects.client()?.list_with_offset(Some(&prefix), &offset);
+    let listed = objects.client().await?.list_with_offset(Some(&prefix), &offset);
     let mut paths = std::pin::pin!(listed);
     while let Some(meta) = paths.try_next().await.map_err(|e| Error::storage(folder, e))? {
         let mut parts = meta.location.prefix_match(&prefix).into_iter().flatten();

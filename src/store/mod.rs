@@ -5,6 +5,8 @@
 mod ahead;
 mod bandwidth;
 mod cache;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod certificates;
 mod coalesce;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 mod contact;
@@ -52,7 +54,7 @@ pub use open::{StoreOptions, absolute_url};
 pub(crate) use pages::names_in_pages;
 pub use pending::PendingRequest;
 pub use probe::ProbeReport;
-pub(crate) use probe::{probe, probe_without_store};
+pub(crate) use probe::{probe, probe_pair, probe_without_store};
 pub(crate) use root_change::RootChange;
 pub(crate) use upload::{PartBudget, Upload};
 pub(crate) use work::Work;

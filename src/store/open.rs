@@ -22,16 +22,15 @@ use super::environment::IDENTITY_ENDPOINT;
 use super::environment::SERVICE_ACCOUNT;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::guarded::{self, Guarded};
-#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
-use super::proxies::Proxies;
-use super::root::check_is_text;
+use super::objects::blocking;
+use super::root::{LocalRoot, check_is_text};
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
 use super::settings::{self, Form};
 use super::{Bandwidth, Environment, Medium, Objects, Store, assemble, assemble_renewable};
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use crate::parse_duration;
-use crate::{Error, ErrorKind, Limits, Result};
+use crate::{Error, Limits, Result, boxed};
 
 /// Options for opening a store.
 ///
@@ -117,25 +116,35 @@ impl Store {
 impl Objects {
     /// Creates the folders of a local store and makes them durable. `object_store` syncs only folders that it creates
     /// itself.
-    pub(crate) fn ensure_root(&self) -> Result<()> {
-        let Some(root) = self.local_folder() else { return Ok(()) };
-        let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
-        let existing = root.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
-        let mut folders: Vec<PathBuf> = FOLDERS.iter().map(|name| root.join(name)).collect();
-        for folder in &folders {
-            std::fs::create_dir_all(folder).map_err(|e| fail(folder, e))?;
-        }
-        if self.fsync {
-            // Syncs from the new folders up to the first existing one, because the entry of the topmost new folder must
-            // last too.
-            folders.extend(root.ancestors().take_while(|folder| Some(*folder) != existing.as_deref()).map(PathBuf::from));
-            folders.extend(existing);
-            for folder in &folders {
-                std::fs::File::open(folder).and_then(|opened| opened.sync_all()).map_err(|e| fail(folder, e))?;
-            }
-        }
-        self.client().map(|_| ())
+    #[boxed]
+    pub(crate) async fn ensure_root(&self) -> Result<()> {
+        let Some(root) = self.local_folder().map(ToOwned::to_owned) else { return Ok(()) };
+        let fsync = self.fsync;
+        let _pending = self.noted("create", "the root folder");
+        blocking(self.url.clone(), move || create_folders(&root, fsync)).await?;
+        self.client().await.map(|_| ())
     }
+}
+
+/// Creates the folders of a local store. With `fsync`, they are durable then.
+fn create_folders(root: &std::path::Path, fsync: bool) -> Result<()> {
+    let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
+    check_is_text(&LocalRoot::new(root).map_err(|e| fail(root, e))?.folder)?;
+    let existing = root.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
+    let mut folders: Vec<PathBuf> = FOLDERS.iter().map(|name| root.join(name)).collect();
+    for folder in &folders {
+        std::fs::create_dir_all(folder).map_err(|e| fail(folder, e))?;
+    }
+    if fsync {
+        // Syncs from the new folders up to the first existing one, because the entry of the topmost new folder must
+        // last too.
+        folders.extend(root.ancestors().take_while(|folder| Some(*folder) != existing.as_deref()).map(PathBuf::from));
+        folders.extend(existing);
+        for folder in &folders {
+            std::fs::File::open(folder).and_then(|opened| opened.sync_all()).map_err(|e| fail(folder, e))?;
+        }
+    }
+    Ok(())
 }
 
 /// Folders of a store.
@@ -183,12 +192,7 @@ impl StoreOptions {
     fn open_local(self, url: &str, folder: PathBuf) -> Result<Store> {
         let folder = std::path::absolute(&folder).map_err(|e| Error::io(url, e))?;
         check_is_text(&folder).map_err(|e| e.object(url))?;
-        let store = assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self);
-        // Resolves the path now, if the folder exists. If its storage does not answer, the first request says so, as with a server.
-        match store.objects().client() {
-            Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Storage) => Err(e),
-            _ => Ok(store),
-        }
+        Ok(assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self))
     }
 
     #[allow(unused_variables, reason = "depends on the features that are built in")]
@@ -336,7 +340,7 @@ impl StoreOptions {
     fn connector(&self, cloud: Cloud, imdsv1_fallback: Option<&str>, url: &str) -> Result<Connector> {
         let contact_timeout = self.time(CONTACT_TIMEOUT, environment::CONTACT_TIMEOUT, url)?;
         let connector = Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback, url);
-        Ok(connector.with_proxies(self.environment.as_ref().map(Proxies::of)))
+        Ok(connector.for_process(self.environment.as_ref()))
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {

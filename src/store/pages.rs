@@ -27,7 +27,7 @@ pub(crate) async fn names_in_pages(
     if objects.local_folder().is_some() {
         return Ok(objects.names_after(folder, "").await?.into_iter().map(|name| (name, None)).collect());
     }
-    let client = objects.client()?;
+    let client = objects.client().await?;
     let last = pages.len().saturating_sub(1);
     let list = |(at, after): (usize, String)| async move {
         let _pending = objects.request("list", folder, 0);

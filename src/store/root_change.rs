@@ -20,7 +20,7 @@ impl RootChange {
     /// Compares the folder of a local store with the one that its path leads to now.
     #[boxed]
     pub(crate) async fn of(objects: &Objects) -> Result<Option<Self>> {
-        let (Medium::Local(given), Some(root)) = (&objects.medium, objects.root_folder.get().cloned()) else { return Ok(None) };
+        let (Medium::Local(given), Some(root)) = (&objects.medium, objects.local_root().cloned()) else { return Ok(None) };
         let _pending = objects.noted("look up", "the root folder");
         let given = given.clone();
         let compared = tokio::task::spawn_blocking(move || Self::between(&root, &given)).await;
@@ -39,7 +39,7 @@ impl RootChange {
                 now.display()
             ),
             Self::Mounted(mounted) if is_there => {
-                if let Some(root) = objects.root_folder.get() {
+                if let Some(root) = objects.local_root() {
                     root.set_mounted(*mounted);
                 }
                 return None;

@@ -10,8 +10,9 @@ use std::time::SystemTime;
 
 use object_store::ObjectStoreExt;
 
-use super::io::{blocking, local_file};
+use super::io::local_file;
 use super::local_file::create_folder;
+use super::objects::blocking;
 use super::objects::{Medium, Objects};
 use crate::{Result, boxed};
 
@@ -33,7 +34,7 @@ impl Objects {
         if local_file(source, object).await.is_err() {
             return Ok(false);
         }
-        self.client()?;
+        self.client().await?;
         let (Some(from), Some(to)) = (source.local_folder(), self.local_folder()) else { return Ok(false) };
         let (from, to) = (from.join(object), to.join(object));
         let fsync = self.fsync;
@@ -46,7 +47,7 @@ impl Objects {
     }
 
     async fn copy_within(&self, source: &Self, object: &str) -> bool {
-        let Ok(client) = self.client() else { return false };
+        let Ok(client) = self.client().await else { return false };
         let _pending = self.request("copy", object, 0);
         match client.copy(&source.path(object), &self.path(object)).await {
             Ok(()) => true,

@@ -271,7 +271,7 @@ impl Upload {
         if self.multipart.is_none() {
             let objects = self.store.objects();
             let _pending = objects.request("write", &self.object, 0);
-            let client = objects.client()?;
+            let client = objects.client().await?;
             let started: Result<Box<dyn MultipartUpload>, _> = match objects.local_folder() {
                 Some(folder) => LocalFile::begin(folder.join(&self.object), objects.fsync).await.map(|file| Box::new(file) as _),
                 None => client.put_multipart(&objects.path(&self.object)).await,
@@ -332,7 +332,7 @@ impl Upload {
 
 /// Returns whether an upload whose completion failed has arrived after all.
 async fn is_there(objects: &Objects, object: &str, bytes: u64) -> bool {
-    let Ok(client) = objects.client() else { return false };
+    let Ok(client) = objects.client().await else { return false };
     let _pending = objects.request("look up", object, 0);
     matches!(client.head(&objects.path(object)).await, Ok(meta) if meta.size == bytes)
 }

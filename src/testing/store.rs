@@ -15,7 +15,7 @@ use crate::{Blob, Dtype, Error, ErrorKind, Latest, Metadata, Policy, Result, Sli
 /// # }
 /// ```
 pub async fn run_all(store: &Store) -> Result<()> {
-    store.objects().ensure_root()?;
+    store.objects().ensure_root().await?;
     let named = |name: &'static str| move |e: Error| Error::new(e.kind(), format!("{name}: {e}")).source(e);
     probe_accepts(store).await.map_err(named("probe"))?;
     create_is_exclusive(store).await.map_err(named("create"))?;

@@ -97,7 +97,7 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
 #[boxed]
 pub(super) async fn open_log(store: &Store, known: Option<Id>) -> Result<Log> {
     check_root(store, has_store(store, known)).await?;
-    store.objects().ensure_root()?;
+    store.objects().ensure_root().await?;
     match read_store_file(store).await {
         Ok(found) => {
             // The cheapest check of put-if-absent: creating an existing object must fail.

@@ -1,7 +1,7 @@
 //! Commits: races, fencing, unknown outcomes, and retention while a writer runs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::common::{SmallState, wrap};
@@ -454,6 +454,29 @@ async fn a_commit_checks_the_age_of_its_objects_after_it_has_waited_for_the_stor
     save(&mut writer, 2).await.unwrap();
     assert_eq!(store.history().entries().await.unwrap().len(), 3);
     assert_clean(&wrap(memory)).await;
+}
+
+/// Two mounts of a network file system: each alone keeps the condition, and one forgets it, or shows an old view, in one of 50 cases.
+#[tokio::test]
+async fn two_ways_to_a_storage_that_disagree_are_found() {
+    let memory = Arc::new(InMemory::new());
+    let second = |kind: Operation, fault: Fault| {
+        let asked = AtomicUsize::new(0);
+        let decide = move |operation, _: &_| match operation == kind && asked.fetch_add(1, Ordering::Relaxed) % 50 == 49 {
+            true => fault,
+            false => Fault::None,
+        };
+        wrap(Arc::new(FaultStore::new(memory.clone(), decide)))
+    };
+    let first = wrap(memory.clone());
+    assert_eq!(maintain::probe_pair(&first, &second(Operation::Get, Fault::None)).await.unwrap().rounds, 200);
+    for (kind, fault, says) in
+        [(Operation::Create, Fault::IgnoreCondition, "overwrite each other's commits"), (Operation::Get, Fault::Stale, "is not seen both")]
+    {
+        let error = maintain::probe_pair(&first, &second(kind, fault)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::UnsafeStore, "{error}");
+        assert!(error.to_string().contains(says), "{error}");
+    }
 }
 
 #[tokio::test]

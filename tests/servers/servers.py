@@ -23,9 +23,12 @@ _given_ports = set()
 
 
 def free_port():
-    """A new port that is free, and whose neighbour 10,000 above is free too: SeaweedFS takes both."""
+    """A new port that is free, and whose neighbour 10,000 above is free too: SeaweedFS takes both.
+
+    Both are below the ports that Linux gives to outgoing connections.
+    """
     for _ in range(200):
-        port = random.randint(20000, 32000)
+        port = random.randint(20000, 22700)
         if port in _given_ports:
             continue
         with contextlib.ExitStack() as stack:
@@ -95,7 +98,7 @@ def seaweedfs(folder, address="127.0.0.1"):
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.volumeSizeLimitMB=64", "-volume.max=0", f"-volume.port={volume}"]
     command += ["-filer=true", f"-filer.port={filer}", "-s3=true", f"-s3.port={s3}", f"-s3.config={config}"]
-    return command, environment, lambda: make_bucket(environment)
+    return command, {**environment, "TENSORCASK_TEST_FILER": f"{address}:{filer}"}, lambda: make_bucket(environment)
 
 
 def azurite(folder):

@@ -18,6 +18,7 @@ use crate::text::{Text, counted, human_bytes};
     after_help = "Checks the links from the log to the casks; `verify` also checks the content of casks. Tests with scratch objects whether
 the storage supports atomic commits; where there is no store, this test is all it does. Finds leftovers: objects that no snapshot
 references, and files of interrupted uploads. --apply deletes leftovers older than --age-floor, and nothing else. Exits with 3 if stored data is damaged.
+--second tests whether two ways to one storage, such as two mounts of a network file system, agree about who created an object.
 
 Example:
   tensorcask doctor runs/a"
@@ -31,6 +32,9 @@ pub(crate) struct Args {
     /// Minimum age of leftovers to delete, such as 30m, 24h or 7d; see `gc --help`
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
     age_floor: Duration,
+    /// The same place by another path or URL, such as the mount of another host: races creates between the two
+    #[arg(long, value_name = "STORE")]
+    second: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -41,6 +45,7 @@ struct Report<'a> {
     applied: bool,
     problems: Vec<ErrorJson>,
     probe_rounds: Option<u32>,
+    second_rounds: Option<u32>,
     orphans: Vec<Object>,
     young: Vec<Object>,
     staging: Vec<Object>,
@@ -51,6 +56,10 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let progress = Progress::start(&store, "examining");
     let found = maintain::doctor(&store, &DoctorOptions { apply: args.apply, age_floor: args.age_floor })?;
+    let pair = match &args.second {
+        Some(second) => Some(maintain::probe_pair(&store, &Store::open(second)?)),
+        None => None,
+    };
     drop(progress);
     let mut text = Text::default();
     let mut code = 0;
@@ -68,6 +77,16 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     }
     if let Some(probe) = found.probe {
         text.line(format!("the storage is safe: exactly one writer won each of {} races", probe.rounds));
+    }
+    match (&args.second, &pair) {
+        (Some(second), Some(Ok(probe))) => {
+            text.line(format!("it is safe together with {second}: exactly one writer won each of {} races, and both saw it", probe.rounds))
+        }
+        (Some(second), Some(Err(error))) => {
+            text.line(format!("it is not safe together with {second}: {error}"));
+            code = code.max(1);
+        }
+        _ => {}
     }
     let deletes = if args.apply { "deleted" } else { "would delete" };
     for (what, objects) in [("unreferenced", &found.orphans), ("interrupted upload", &found.staging)] {
@@ -88,13 +107,15 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         (false, true) => "a store can be created here",
         (false, false) => "no store can be created here",
     });
+    let pair_problem = pair.as_ref().and_then(|pair| pair.as_ref().err()).map(ErrorJson::of);
     let report = Report {
         store: &args.store,
         has_store: found.has_store,
-        healthy: found.is_healthy(),
+        healthy: found.is_healthy() && !matches!(pair, Some(Err(_))),
         applied: found.applied,
-        problems: found.problems.iter().map(|problem| ErrorJson::of(&problem.error)).collect(),
+        problems: found.problems.iter().map(|problem| ErrorJson::of(&problem.error)).chain(pair_problem).collect(),
         probe_rounds: found.probe.map(|probe| probe.rounds),
+        second_rounds: pair.and_then(Result::ok).map(|probe| probe.rounds),
         orphans: Object::list(&found.orphans),
         young: Object::list(&found.young),
         staging: Object::list(&found.staging),

@@ -193,6 +193,28 @@ fn the_doctor_tests_a_storage_before_the_first_save() {
     assert!(refused["error"]["object"].as_str().unwrap().ends_with("file/run"), "{refused}");
 }
 
+/// The mounts of two hosts are two paths of one storage. Each alone may be safe.
+#[test]
+fn the_doctor_races_two_ways_to_one_storage() {
+    let place = Place::new();
+    std::fs::create_dir_all(place.path("disk")).unwrap();
+    std::os::unix::fs::symlink(place.path("disk"), place.path("same")).unwrap();
+    let shared = one_object(&place.run("doctor @disk/run --second @same/run --json"));
+    conforms("doctor", &shared);
+    assert_eq!((&shared["probe_rounds"], &shared["second_rounds"]), (&json!(20), &json!(200)), "{shared}");
+    assert!(!place.path("disk/run").exists(), "the disk is as it was");
+
+    let other = place.run("doctor @disk/run --second @other/run --json");
+    assert_eq!(other.status.code(), Some(10), "there is no store");
+    let other = one_object(&other);
+    assert_eq!((&other["second_rounds"], &other["problems"][0]["kind"]), (&Value::Null, &json!("unsafe_store")), "{other}");
+    let text = stdout(&place.run("doctor @disk/run --second @other/run"));
+    assert!(text.contains("it is not safe together with") && text.contains("is not seen both"), "{text}");
+    place.write("state", &[]);
+    place.json("save @disk/run --step 1 @state");
+    assert_eq!(place.run("doctor @disk/run --second @other/run").status.code(), Some(1));
+}
+
 /// Texts of users may have any length. The width of a format specification does not.
 #[test]
 fn long_facts_are_listed() {

@@ -18,13 +18,31 @@ struct Server {
 
 impl Server {
     fn start() -> Self {
+        Self::start_with("http", answer)
+    }
+
+    /// A server for TLS, and its certificate. No system trusts it.
+    fn start_with_tls() -> (Self, String) {
+        let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+        let key = rustls::pki_types::PrivateKeyDer::Pkcs8(made.signing_key.serialize_der().into());
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let config = Arc::new(config.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key).unwrap());
+        let server = Self::start_with("https", move |stream, keys| {
+            let session = rustls::ServerConnection::new(config.clone()).unwrap();
+            answer(&mut rustls::StreamOwned::new(session, stream), keys);
+        });
+        (server, made.cert.pem())
+    }
+
+    fn start_with(scheme: &str, serve: impl Fn(&mut TcpStream, &Mutex<Vec<String>>) + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let endpoint = format!("{scheme}://{}", listener.local_addr().unwrap());
         let keys = Arc::new(Mutex::new(Vec::new()));
         let noted = keys.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                answer(&mut stream.unwrap(), &noted);
+                serve(&mut stream.unwrap(), &noted);
             }
         });
         Self { endpoint, keys }
@@ -39,7 +57,7 @@ impl Server {
     }
 }
 
-fn answer(stream: &mut TcpStream, keys: &Mutex<Vec<String>>) {
+fn answer(stream: &mut (impl Read + Write), keys: &Mutex<Vec<String>>) {
     let mut head = Vec::new();
     let mut byte = [0];
     while !head.ends_with(b"\r\n\r\n") && stream.read(&mut byte).unwrap_or(0) == 1 {
@@ -177,6 +195,31 @@ fn the_agent_uses_the_proxy_of_each_run_and_none_of_its_own() {
     second.forget();
     until("the agent goes on", || second.keys().iter().any(|key| key == "FIRST"));
     assert!(first.keys().is_empty(), "{:?}", first.keys());
+    host.kill_agent();
+    agent.wait().unwrap();
+}
+
+/// A server of a company, whose certificate the trainer's environment names. The agent was started by a process without it.
+#[test]
+fn the_agent_trusts_the_certificates_of_each_run() {
+    let host = Host::new();
+    let mut agent = host.start_agent_with(&[]);
+    let (server, certificate) = Server::start_with_tls();
+    let folder = host.stores.path().join("certificates");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("company.pem"), certificate).unwrap();
+    let file = folder.join("company.pem");
+    let trusted = [("SSL_CERT_FILE", file.to_str().unwrap()), ("SSL_CERT_DIR", folder.to_str().unwrap())];
+    for (run, variable) in ["FILE", "FOLDER"].into_iter().zip(trusted) {
+        let url = format!("s3://bucket/{run}");
+        let words = variables(&server, run).into_iter().chain([("TEST_STEPS", "1"), ("TEST_STORE", &*url), variable]).collect::<Vec<_>>();
+        let mut trainer = host.trainer(&words);
+        while trainer.says().unwrap()[0] != "done" {}
+        trainer.kill();
+        server.forget();
+        // The trainer is gone, so these requests are the agent's.
+        until("the agent reaches the trainer's server", || server.keys().iter().any(|key| key == run));
+    }
     host.kill_agent();
     agent.wait().unwrap();
 }

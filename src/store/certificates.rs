@@ -1,0 +1,45 @@
+//! Certificates that a process trusts, for another process that works for it.
+//!
+//! The client of HTTP trusts the certificates of the system, or those that `SSL_CERT_FILE` and `SSL_CERT_DIR` name in the process that it
+//! runs in. An agent opens the stores of many runs, so it reads what these variables name for each run ([`Environment`]), and trusts
+//! that, too.
+
+use std::path::PathBuf;
+
+use object_store::{Certificate, ClientOptions};
+
+use super::Environment;
+use super::environment::{CERTIFICATE_FILE, CERTIFICATE_FOLDERS};
+
+/// Certificates of authorities that a run trusts besides those that this process trusts.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Certificates(Vec<Certificate>);
+
+impl Certificates {
+    /// Reads the files that the variables name. Leaves out, with a warning, what cannot be read: another server may need it.
+    pub(super) fn of(environment: &Environment) -> Self {
+        let mut found = Vec::new();
+        // What this process has, too, its client reads by itself.
+        let other = |name| environment.get(name).filter(|theirs| std::env::var(name).ok().as_deref() != Some(*theirs));
+        let file = other(CERTIFICATE_FILE).map(|path| (CERTIFICATE_FILE, PathBuf::from(path), true));
+        let folders = std::env::split_paths(other(CERTIFICATE_FOLDERS).unwrap_or_default());
+        for (variable, path, is_file) in file.into_iter().chain(folders.map(|path| (CERTIFICATE_FOLDERS, path, false))) {
+            let (file, folder) = if is_file { (Some(&*path), None) } else { (None, Some(&*path)) };
+            let read = rustls_native_certs::load_certs_from_paths(file, folder);
+            for error in read.errors {
+                tracing::warn!(variable, path = %path.display(), %error, "certificates cannot be read; servers that need them are refused");
+            }
+            for certificate in read.certs {
+                match Certificate::from_der(&certificate) {
+                    Ok(certificate) => found.push(certificate),
+                    Err(error) => tracing::warn!(variable, path = %path.display(), %error, "a certificate cannot be used"),
+                }
+            }
+        }
+        Self(found)
+    }
+
+    pub(super) fn applied_to(&self, options: ClientOptions) -> ClientOptions {
+        self.0.iter().cloned().fold(options, ClientOptions::with_root_certificate)
+    }
+}
