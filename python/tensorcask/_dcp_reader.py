@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from . import _device, _dtypes, _frameworks, _native, _planners, _process_stores, _refusals
+from . import _device, _dtypes, _frameworks, _native, _planners, _process_stores, _refusals, _subclasses
 from ._handle import StoreHandle as Store
 from ._options import Framework, Step
 from ._reports import TensorInfo
@@ -71,6 +71,9 @@ class Reader(StorageReader):  # type: ignore[misc]
         self._names: dict[str, str] = {}
         self._arrays: dict[str, TensorInfo] = {}
         self._frameworks: dict[str, str] = {}
+        # What describes tensors that are made of others, by the name of the tensor.
+        self._told_classes: dict[str, Any] = {}
+        self._made: dict[str, tuple[list[Any], dict[str, str]]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_id, self.load_id = checkpoint_id, str(uuid.uuid4())
@@ -95,16 +98,17 @@ class Reader(StorageReader):  # type: ignore[misc]
         if dist.get_rank(self._group) == 0:
             try:
                 described = self._describe_all()
-                told = [(described, self._values, self._names, self._arrays, self._open().step, self._open().id)]
+                found = (self._values, self._names, self._arrays, self._told_classes)
+                told = [(described, found, self._open().step, self._open().id)]
             except Exception as error:
                 told = [error]
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         if isinstance(told[0], Exception):
             raise told[0]
-        metadata, self._values, self._names, self._arrays, self._told_step, self._told_id = told[0]
+        metadata, (self._values, self._names, self._arrays, self._told_classes), self._told_step, self._told_id = told[0]
         self.load_id = metadata.storage_meta.load_id
-        found: Metadata = metadata
-        return found
+        described_all: Metadata = metadata
+        return described_all
 
     def _describe_all(self) -> Metadata:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -120,7 +124,8 @@ class Reader(StorageReader):  # type: ignore[misc]
         except ValueError as error:
             step = self._open().step
             raise _native.UnsupportedError(f"step {step}: DCP cannot tell two keys apart: {error}. Use tensorcask.load()") from None
-        self._values, self._names, self._arrays = {}, {}, {}
+        self._values, self._names, self._arrays, self._told_classes = {}, {}, {}, {}
+        _note_classes(nested, "", self._told_classes)
         self._frameworks = {value[0]: value[1] for _, tree in trees_of(self._open().native) for kind, value in tree if kind == "tensor"}
         described = {fqn: self._describe(fqn, value) for fqn, value in flat.items()}
         whole = {key: self._describe(key, value) for key, value in placeholders.items() if key not in described}
@@ -142,9 +147,24 @@ class Reader(StorageReader):  # type: ignore[misc]
         for fqn, info in self._arrays.items():
             if isinstance(template.get(fqn), torch.Tensor):
                 metadata.state_dict_metadata[fqn] = _describe(info)
+        self._made = self._made_of_tensors(template)
+        for fqn, (told, _) in self._made.items():
+            metadata.state_dict_metadata[fqn] = _described_as(template[fqn].dtype, torch.Size(told[2]))
         for fqn, value in template.items():
             if isinstance(value, torch.Tensor):
                 _refusals.check_placements(value, path_text((fqn,)))
+
+    def _made_of_tensors(self, template: Mapping[Any, Any]) -> dict[str, tuple[list[Any], dict[str, str]]]:
+        """Tensors of the template that are made of others, as they are in the store: what describes them, and the names of the inner ones
+        by attribute."""
+        found: dict[str, tuple[list[Any], dict[str, str]]] = {}
+        for fqn, value in template.items():
+            inner = _frameworks.inner_tensors(value) if isinstance(value, torch.Tensor) else None
+            told = self._told_classes.get(fqn)
+            names = {name: self._names[f"{fqn}.{name}"] for name in inner or () if f"{fqn}.{name}" in self._names}
+            if inner and len(names) == len(inner) and isinstance(told, list) and _subclasses.is_description(told):
+                found[fqn] = (told, names)
+        return found
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self._warn_about_moments_left_out({str(item.dest_index.fqn) for item in plan.items})
@@ -182,6 +202,17 @@ class Reader(StorageReader):  # type: ignore[misc]
                 _planners.give(item, planner, resolve(snapshot, self._values[fqn]))
                 continue
             target = planner.resolve_tensor(item)
+            if fqn in self._made:
+                told, names = self._made[fqn]
+                parts = {name: infos[stored] for name, stored in names.items()}
+                value = _subclasses.rebuilt({**resolve(snapshot, parts), _subclasses.CLASS: told})
+                if not isinstance(value, torch.Tensor):
+                    message = f"{path_text((fqn,))}: a {told[0]}, which PyTorch does not allow to load, or which its class cannot make again"
+                    raise _native.UnsupportedError(f"{message}. See torch.serialization.add_safe_globals")
+                with torch.no_grad():
+                    target.copy_(value)
+                planner.commit_tensor(item, target)
+                continue
             wanted.append((infos[self._names[fqn]], item.storage_offsets, item.lengths, target))
             filled.append((item, target))
         read_tensors(snapshot, wanted)
@@ -212,6 +243,16 @@ class _Descriptions(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         return self._whole[key]
+
+
+def _note_classes(value: Any, name: str, found: dict[str, Any]) -> None:
+    """Notes what describes tensors that are made of others, by their names in a flattened state."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if key == _subclasses.CLASS:
+            found[name] = item
+        else:
+            _note_classes(item, f"{name}.{key}" if name else str(key), found)
 
 
 def _metadata(described: dict[Any, Any], mappings: Any, storage: StorageMeta) -> Metadata:
@@ -268,8 +309,10 @@ class _Placeholder(torch.Tensor):  # type: ignore[misc]
 
 
 def _describe(info: TensorInfo) -> TensorStorageMetadata:
-    shape = torch.Size(_dtypes.torch_shape(info.dtype, info.shape, info.name))
-    dtype = _dtypes.torch_dtype(torch, info.dtype, info.name)
+    return _described_as(_dtypes.torch_dtype(torch, info.dtype, info.name), torch.Size(_dtypes.torch_shape(info.dtype, info.shape, info.name)))
+
+
+def _described_as(dtype: torch.dtype, shape: torch.Size) -> TensorStorageMetadata:
     # One chunk: PyTorch need not plan which cask holds which part.
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])

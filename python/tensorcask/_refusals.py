@@ -97,8 +97,8 @@ def check_torch(tensor: Any, path: object) -> str:
         raise UnstorableTypeError(f"{path}: a quantized tensor; store int_repr() and its scales")
     if not is_plain_torch(tensor) and hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
         raise UnstorableTypeError(
-            f"{path}: a {type(tensor).__qualname__} is made of several tensors. tensorcask.save and tensorcask.Engine can store it; "
-            "torch.distributed.checkpoint with a writer of tensorcask cannot"
+            f"{path}: a {type(tensor).__qualname__} is made of several tensors, and here it is one shard or one inner tensor of another. "
+            "tensorcask stores such tensors only whole"
         )
     if not is_plain_torch(tensor) and any(hasattr(tensor, name) for name in ("to_local", "local_shards")):
         raise UnstorableTypeError(

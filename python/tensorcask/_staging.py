@@ -211,6 +211,11 @@ def _local_copy(tensor: Any, copies: Mapping[Any, torch.Tensor]) -> torch.Tensor
     wrapper = _shards_wrapper(tensor)
     if wrapper is not None:
         return LocalShardsWrapper([copies[_key(local)] for local in _locals(tensor)], list(wrapper.local_offsets()))
+    inner = _frameworks.inner_tensors(tensor)
+    if inner is not None:
+        parts = {name: copies[_key(part.detach())].detach() for name, part in inner.items()}
+        made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, tensor.__tensor_flatten__()[1], tensor.shape, tensor.stride())
+        return made
     # A tensor of its own: another one may have the same memory as another part.
     return copies[_key(_locals(tensor)[0])].detach()
 
@@ -232,6 +237,9 @@ def _locals(tensor: Any) -> list[torch.Tensor]:
         return [shard.detach() for shard in wrapper.local_shards()]
     if _refusals.is_sharded(tensor):
         return [shard.tensor.detach() for shard in tensor.local_shards()]
+    inner = _frameworks.inner_tensors(tensor)
+    if inner is not None:
+        return [part.detach() for part in inner.values()]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()]
 
 

@@ -28,11 +28,18 @@ def described(value: Any) -> list[Any] | None:
     return [f"{cls.__module__}.{cls.__qualname__}", context, list(map(int, value.shape)), list(map(int, value.stride()))]
 
 
+def is_description(value: Any) -> bool:
+    """Whether a value of a store has the form of :func:`described`."""
+    if not isinstance(value, list) or len(value) != 4 or not isinstance(value[0], str):
+        return False
+    return all(isinstance(numbers, list) and all(type(number) is int for number in numbers) for numbers in value[2:])
+
+
 def rebuilt(mapping: dict[Any, Any]) -> Any:
     """The tensor that a mapping describes; the mapping itself if it describes none, or if the process does not allow its class."""
     told = mapping.get(CLASS)
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(told, list) or len(told) != 4 or not isinstance(told[0], str):
+    if torch is None or not isinstance(told, list) or not is_description(told):
         return mapping
     inner = {name: tensor for name, tensor in mapping.items() if name != CLASS}
     cls = safe_class(told[0])

@@ -289,6 +289,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
             name = item.index.fqn
             path = paths.get(name, (name,))
             resolved: Any = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
+            if item.type == WriteItemType.TENSOR and _frameworks.inner_tensors(resolved) is not None:
+                # Stored as by `Store.save`: as a mapping of its inner tensors.
+                _set(nested, path, resolved)
+                continue
             value = _screened(item, resolved, path_text(path), self._on_unsupported)
             if value is _staging.SKIPPED:
                 # A list keeps its length.

@@ -8,6 +8,9 @@ import pytest
 import tensorcask
 import tensorcask.interchange
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 
 warnings.filterwarnings("ignore", message=".*(lr_scheduler|sequence|epoch parameter).*")
@@ -79,6 +82,47 @@ def test_an_optimizer_goes_on(kind, how, memory):
     again.load_state_dict(loaded["optimizer"])
     train(other, again, range(3, 5))
     equal(model.state_dict(), other.state_dict())
+
+
+def named(model, optimizer):
+    parts, moments = get_state_dict(model, optimizer)
+    return {"model": parts, "optimizer": moments}
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("kind", of_torchao(), ids=lambda kind: kind.__name__)
+def test_moments_made_of_tensors_go_through_dcp(kind, how, memory):
+    store = tensorcask.Store(memory)
+    model, optimizer = made(kind)
+    train(model, optimizer, range(3))
+    saved = getattr(dcp, how)(named(model, optimizer), storage_writer=store.writer(step=3), no_dist=True)
+    train(model, optimizer, range(3, 5))
+    if how == "async_save":
+        saved.result()
+    other, again = made(kind)
+    train(other, again, range(7, 10))
+    state = named(other, again)
+    dcp.load(state, storage_reader=store.reader(), no_dist=True)
+    set_state_dict(other, again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    train(other, again, range(3, 5))
+    equal(model.state_dict(), other.state_dict())
+    # Any other reader has the same state.
+    moment = tensorcask.load(memory)["optimizer"]["state"]["weight"]["exp_avg"]
+    assert type(moment) is type(again.state[other.weight]["exp_avg"])
+
+
+def test_moments_of_a_class_that_is_not_allowed_are_an_error_of_dcp(memory, monkeypatch):
+    kind = next(iter(of_torchao()), None)
+    if kind is None:
+        pytest.skip("torchao is not installed")
+    store = tensorcask.Store(memory)
+    model, optimizer = made(kind)
+    train(model, optimizer, range(3))
+    state = named(model, optimizer)
+    dcp.save(state, storage_writer=store.writer(step=3), no_dist=True)
+    monkeypatch.setattr(torch.serialization, "get_safe_globals", list)
+    with pytest.raises(CheckpointException, match=r"exp_avg'\]: a torchao.*add_safe_globals"):
+        dcp.load(state, storage_reader=store.reader(), no_dist=True)
 
 
 def double(epoch):

@@ -120,7 +120,7 @@ impl Copier {
     pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(CopyPlan, CopyReport)> {
         let mut report = CopyReport::default();
         let mut added: BTreeMap<Id, SnapshotRecord> = BTreeMap::new();
-        let mut begun_again = 0;
+        let (mut begun_again, mut looks) = (0, 0);
         'plan: loop {
             let from = load_log(source).await?;
             let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
@@ -135,7 +135,8 @@ impl Copier {
             for record in &plan.missing {
                 match self.copy_snapshot(source, from.state(), record, &mut report).await {
                     Err(error) if error.is_damage() && has_changed(source, record).await? => {
-                        if begun_again == MOST_PLANS {
+                        looks += 1;
+                        if begun_again == MOST_PLANS || looks == MOST_LOOKS {
                             let message = format!(
                                 "gave up or compacted step {} while it was copied, and others before; nothing is damaged. Copy again, let \
                                  the source keep more steps, or name a step to copy that it keeps",
@@ -457,6 +458,8 @@ impl StoredSnapshot {
 
 /// Number of times in a row that a copy looks at a source again whose steps go away or are compacted.
 const MOST_PLANS: u32 = 16;
+/// Number of times in all. A copy ends, however fast the source changes.
+const MOST_LOOKS: u32 = 1000;
 
 /// Whether the log of a store says something else of a snapshot by now. Its objects may then be gone (log 7.6).
 async fn has_changed(store: &Store, known: &SnapshotRecord) -> Result<bool> {

@@ -22,7 +22,7 @@ impl Certificates {
         // What this process has, too, its client reads by itself.
         let other = |name| environment.get(name).filter(|theirs| std::env::var(name).ok().as_deref() != Some(*theirs));
         let file = other(CERTIFICATE_FILE).map(|path| (CERTIFICATE_FILE, PathBuf::from(path), true));
-        let folders = std::env::split_paths(other(CERTIFICATE_FOLDERS).unwrap_or_default());
+        let folders = other(CERTIFICATE_FOLDERS).into_iter().flat_map(std::env::split_paths).filter(|path| !path.as_os_str().is_empty());
         for (variable, path, is_file) in file.into_iter().chain(folders.map(|path| (CERTIFICATE_FOLDERS, path, false))) {
             let (file, folder) = if is_file { (Some(&*path), None) } else { (None, Some(&*path)) };
             let read = rustls_native_certs::load_certs_from_paths(file, folder);
@@ -30,9 +30,11 @@ impl Certificates {
                 tracing::warn!(variable, path = %path.display(), %error, "certificates cannot be read; servers that need them are refused");
             }
             for certificate in read.certs {
-                match Certificate::from_der(&certificate) {
+                // With one that cannot be used, the client would trust none.
+                let usable = rustls::RootCertStore::empty().add(certificate.clone()).map_err(|e| e.to_string());
+                match usable.and_then(|()| Certificate::from_der(&certificate).map_err(|e| e.to_string())) {
                     Ok(certificate) => found.push(certificate),
-                    Err(error) => tracing::warn!(variable, path = %path.display(), %error, "a certificate cannot be used"),
+                    Err(error) => tracing::warn!(variable, path = %path.display(), error, "a certificate cannot be used"),
                 }
             }
         }

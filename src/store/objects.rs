@@ -4,22 +4,30 @@ use std::future::Future;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::Duration;
 
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStore;
 use object_store::path::Path;
+use tokio::sync::Semaphore;
 
 use super::pending::{Pending, PendingRequest, PendingRequests};
 use super::root::{LocalRoot, local_objects};
 use super::work::WorkCounters;
 use crate::{Error, ErrorKind, Result};
 
+/// How long the opening of a store waits for its file system.
+const LOOK_UP: Duration = Duration::from_secs(2);
+
 /// Requests to the object store below one root. Counts requests and bytes.
 pub(crate) struct Objects {
     pub(super) url: String,
     pub(crate) medium: Medium,
-    opened: OnceLock<Opened>,
+    opened: Arc<OnceLock<Opened>>,
+    /// Held while the path of a local store is resolved, also by a thread that nobody waits for any more. So a file system that
+    /// hangs takes one thread for each store.
+    looking: Arc<Semaphore>,
     pub(super) root: Path,
     pub(super) fsync: bool,
     pub(super) counters: Counters,
@@ -78,26 +86,66 @@ fn missing(url: &str) -> Error {
 impl Objects {
     /// Serves the objects below `root`. `client` is `None` for a local folder.
     pub(super) fn new(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, fsync: bool) -> Self {
-        let opened = OnceLock::new();
+        let opened = Arc::new(OnceLock::new());
         if let Some(client) = client {
             let _ = opened.set(Opened { client, root: None });
         }
-        Self { url, medium, opened, root, fsync, counters: Counters::default(), work: WorkCounters::default(), pending: Arc::default() }
+        Self {
+            url,
+            medium,
+            opened,
+            looking: Arc::new(Semaphore::new(1)),
+            root,
+            fsync,
+            counters: Counters::default(),
+            work: WorkCounters::default(),
+            pending: Arc::default(),
+        }
     }
 
-    /// The client that requests go to. The first request resolves the path of a local store, on a thread that may wait: a file
-    /// system that hangs keeps no caller from giving up.
-    pub(super) async fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
-        if let Some(opened) = self.opened.get() {
-            return Ok(&opened.client);
+    /// Resolves the path of a local store, if its folder exists and its file system answers soon. Otherwise a request does so later.
+    pub(super) fn look_up_soon(&self) -> Result<()> {
+        let Some(look_up) = self.look_up() else { return Ok(()) };
+        let (tell, told) = mpsc::channel();
+        let started = std::thread::Builder::new().name("tensorcask-look-up".to_owned()).spawn(move || tell.send(look_up()));
+        match started.ok().and_then(|_| told.recv_timeout(LOOK_UP).ok()) {
+            Some(Err(e)) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Storage) => Err(e),
+            _ => Ok(()),
         }
-        let Medium::Local(given) = &self.medium else { return Err(missing(&self.url)) };
-        let _pending = self.noted("look up", "the root folder");
+    }
+
+    /// Work that resolves the path of a local store and keeps what it found; `None` while other such work runs, and for other storage.
+    fn look_up(&self) -> Option<impl FnOnce() -> Result<()> + Send + use<>> {
+        let permit = self.looking.clone().try_acquire_owned().ok()?;
+        let Medium::Local(given) = &self.medium else { return None };
         let given = given.clone();
         let url = self.url.clone();
         let fsync = self.fsync;
-        let opened = blocking(self.url.clone(), move || Opened::of_folder(&given, &url, fsync)).await?;
-        Ok(&self.opened.get_or_init(|| opened).client)
+        let opened = self.opened.clone();
+        Some(move || {
+            let _permit = permit;
+            let found = Opened::of_folder(&given, &url, fsync)?;
+            opened.get_or_init(|| found);
+            Ok(())
+        })
+    }
+
+    /// The client that requests go to. Resolves the path of a local store if that was not done before, on a thread that may wait:
+    /// a file system that hangs keeps no caller from giving up.
+    pub(super) async fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
+        loop {
+            if let Some(opened) = self.opened.get() {
+                return Ok(&opened.client);
+            }
+            if !matches!(self.medium, Medium::Local(_)) {
+                return Err(missing(&self.url));
+            }
+            let _pending = self.noted("look up", "the root folder");
+            match self.look_up() {
+                Some(look_up) => blocking(self.url.clone(), look_up).await?,
+                None => _ = self.looking.acquire().await,
+            }
+        }
     }
 
     /// Folder of a local store, from which on there are no links; `None` on other storage. `NotFound` if there is no folder.
@@ -128,7 +176,7 @@ impl Objects {
         self.pending.oldest()
     }
 
-    /// Folder of a local store: the one that its path led to at the first request, or the path itself before that.
+    /// Folder of a local store: the one that its path led to when it was opened, or the path itself before that.
     pub(crate) fn local_folder(&self) -> Option<&std::path::Path> {
         match (&self.medium, self.local_root()) {
             (Medium::Local(_), Some(root)) => Some(&root.folder),

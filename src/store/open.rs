@@ -192,7 +192,9 @@ impl StoreOptions {
     fn open_local(self, url: &str, folder: PathBuf) -> Result<Store> {
         let folder = std::path::absolute(&folder).map_err(|e| Error::io(url, e))?;
         check_is_text(&folder).map_err(|e| e.object(url))?;
-        Ok(assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self))
+        let store = assemble(url.to_owned(), Medium::Local(folder), None, Path::default(), self);
+        store.objects().look_up_soon()?;
+        Ok(store)
     }
 
     #[allow(unused_variables, reason = "depends on the features that are built in")]

@@ -3,6 +3,7 @@
 
 use bytes::Bytes;
 
+use super::objects::blocking;
 use super::{Created, Objects};
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, boxed};
@@ -59,10 +60,14 @@ async fn race(objects: &Objects, second: &Objects, rounds: u32) -> Result<ProbeR
     // prove nothing.
     let marker = format!("probe/{run}");
     objects.create_unique(&marker, Bytes::from_static(b"probe")).await?;
-    let is_seen = std::ptr::eq(objects, second) || second.head_if_present(&marker).await?.is_some();
+    let is_seen = match std::ptr::eq(objects, second) {
+        true => Ok(true),
+        false => second.head_if_present(&marker).await.map(|found| found.is_some()),
+    };
     let found = match is_seen {
-        true => probe_rounds(objects, second, run, rounds).await,
-        false => Err(unseen(objects, second, &marker)),
+        Ok(true) => probe_rounds(objects, second, run, rounds).await,
+        Ok(false) => Err(unseen(objects, second, &marker)),
+        Err(error) => Err(error),
     };
     if found.as_ref().is_err_and(|e| e.kind() == ErrorKind::UnsafeStore) && objects.head_if_present(&marker).await?.is_none() {
         let message = format!(
@@ -79,14 +84,21 @@ async fn race(objects: &Objects, second: &Objects, rounds: u32) -> Result<ProbeR
 
 /// Leaves a local disk as it was.
 async fn race_without_store(objects: &Objects, second: &Objects, rounds: u32) -> Result<ProbeReport> {
-    let Some(root) = objects.local_folder() else { return race(objects, second, rounds).await };
-    let missing: Vec<_> = root.ancestors().take_while(|folder| matches!(folder.try_exists(), Ok(false))).collect();
-    std::fs::create_dir_all(root).map_err(|e| Error::io(root.display().to_string(), e))?;
+    let Some(root) = objects.local_folder().map(ToOwned::to_owned) else { return race(objects, second, rounds).await };
+    let made = blocking(objects.url.clone(), move || {
+        let above = root.ancestors().take_while(|folder| matches!(folder.try_exists(), Ok(false))).map(ToOwned::to_owned);
+        let made: Vec<_> = std::iter::once(root.join("probe")).chain(above).collect();
+        std::fs::create_dir_all(&root).map_err(|e| Error::io(root.display().to_string(), e))?;
+        Ok(made)
+    });
+    let made = made.await?;
     let found = race(objects, second, rounds).await;
-    for folder in std::iter::once(root.join("probe").as_path()).chain(missing) {
+    let remove = move || {
         // Fails for a folder with something in it, which then stays.
-        let _ = std::fs::remove_dir(folder);
-    }
+        made.iter().for_each(|folder| _ = std::fs::remove_dir(folder));
+        Ok(())
+    };
+    blocking(objects.url.clone(), remove).await?;
     found
 }
 
@@ -102,8 +114,10 @@ async fn probe_rounds(objects: &Objects, second: &Objects, run: Id, rounds: u32)
             outcome = probe_round(objects, second, &object).await;
         }
         // A leftover scratch object is harmless.
-        if let Err(e) = objects.delete(&object).await {
-            tracing::debug!(object, error = %e, "scratch object not removed");
+        for way in each(objects, second) {
+            if let Err(e) = way.delete(&object).await {
+                tracing::debug!(object, error = %e, "scratch object not removed");
+            }
         }
         outcome?;
     }

@@ -2,7 +2,7 @@
 //!
 //! A path may lead through symbolic links, and a file system may be mounted below it. If requests resolved the path anew each
 //! time, a link that is switched would split a store: reads would go to one folder and writes to another. So all requests
-//! go to the folder that the path led to at the first of them. Before a commit, the path is resolved again. If it leads
+//! go to the folder that the path led to when the store was opened. Before a commit, the path is resolved again. If it leads
 //! to another folder, nobody who opens the store would find the commit.
 //!
 //! A mount that disappears leaves the same path on another file system. That alone proves nothing, because a network file system
@@ -18,7 +18,7 @@ use object_store::local::LocalFileSystem;
 use super::guarded::{self, Guarded};
 use crate::{Error, Result};
 
-/// The folder that a path led to at the first request to a store.
+/// The folder that a path led to when a store was opened.
 #[derive(Debug)]
 pub(super) struct LocalRoot {
     /// Path without symbolic links.

@@ -54,12 +54,10 @@ struct Report<'a> {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
+    let second = args.second.as_deref().map(Store::open).transpose()?;
     let progress = Progress::start(&store, "examining");
     let found = maintain::doctor(&store, &DoctorOptions { apply: args.apply, age_floor: args.age_floor })?;
-    let pair = match &args.second {
-        Some(second) => Some(maintain::probe_pair(&store, &Store::open(second)?)),
-        None => None,
-    };
+    let pair = second.map(|second| maintain::probe_pair(&store, &second));
     drop(progress);
     let mut text = Text::default();
     let mut code = 0;
@@ -83,8 +81,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             text.line(format!("it is safe together with {second}: exactly one writer won each of {} races, and both saw it", probe.rounds))
         }
         (Some(second), Some(Err(error))) => {
-            text.line(format!("it is not safe together with {second}: {error}"));
-            code = code.max(1);
+            let what = if error.kind() == ErrorKind::UnsafeStore { "it is not safe" } else { "it could not be tested" };
+            text.line(format!("{what} together with {second}: {error}"));
+            code = if code == code_of(ErrorKind::Corrupt) { code } else { 1 };
         }
         _ => {}
     }
@@ -101,17 +100,19 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     for advice in &found.advice {
         text.line(format!("note: {advice}"));
     }
+    let is_pair_fine = !matches!(pair, Some(Err(_)));
     text.line(match (found.has_store, found.problems.is_empty()) {
-        (true, true) => "healthy",
-        (true, false) => "not healthy",
-        (false, true) => "a store can be created here",
+        (true, true) if is_pair_fine => "healthy",
+        (true, _) => "not healthy",
+        (false, true) if is_pair_fine => "a store can be created here",
+        (false, true) => "a store can be created here, and used in one of the two ways",
         (false, false) => "no store can be created here",
     });
     let pair_problem = pair.as_ref().and_then(|pair| pair.as_ref().err()).map(ErrorJson::of);
     let report = Report {
         store: &args.store,
         has_store: found.has_store,
-        healthy: found.is_healthy() && !matches!(pair, Some(Err(_))),
+        healthy: found.is_healthy() && is_pair_fine,
         applied: found.applied,
         problems: found.problems.iter().map(|problem| ErrorJson::of(&problem.error)).chain(pair_problem).collect(),
         probe_rounds: found.probe.map(|probe| probe.rounds),

@@ -191,6 +191,8 @@ impl AgentCommand {
         command.arg("--idle-exit").arg(format!("{}s", self.idle_exit.as_secs().max(1)));
         // The agent must not keep a file system busy that a user may want to unmount.
         command.current_dir("/").stdin(Stdio::null()).stdout(log).stderr(both);
+        // It trusts what the system trusts, and for each run what that run's variables name.
+        command.env_remove("SSL_CERT_FILE").env_remove("SSL_CERT_DIR");
         if std::env::var_os(PURGE_DELAY_VARIABLE).is_none() {
             command.env(PURGE_DELAY_VARIABLE, PURGE_DELAY_MS);
         }
