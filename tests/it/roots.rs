@@ -90,6 +90,26 @@ async fn a_link_that_is_switched_ends_the_save() {
     }
 }
 
+/// The store was opened, and nothing was asked of it, when the path began to lead elsewhere.
+#[tokio::test]
+async fn a_path_that_changes_before_the_first_save_is_noticed() {
+    let links = Links::new();
+    let store = Store::open(links.path("current").to_str().unwrap()).unwrap();
+    std::fs::create_dir(links.path("b")).unwrap();
+    links.switch_to("b");
+    assert_switched(&store.writer(Policy::Full).await.unwrap_err());
+    assert_eq!(objects_of(&links.path("b")), []);
+
+    let point = links.path("mnt");
+    std::fs::create_dir(&point).unwrap();
+    let Some(mount) = Mount::new(&point) else { return };
+    let store = Store::open(point.to_str().unwrap()).unwrap();
+    drop(mount);
+    let error = store.writer(Policy::Full).await.unwrap_err();
+    assert!(error.to_string().contains("a mount disappeared or was replaced"), "{error}");
+    assert_eq!(objects_of(&point), []);
+}
+
 /// The path still leads to the same place: the store there is made again, as without a link.
 #[tokio::test]
 async fn a_store_behind_a_link_may_be_deleted() {
