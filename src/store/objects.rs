@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStore;
 use object_store::path::Path;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::pending::{Pending, PendingRequest, PendingRequests};
 use super::root::{LocalRoot, local_objects};
@@ -105,7 +105,8 @@ impl Objects {
 
     /// Resolves the path of a local store, if its folder exists and its file system answers soon. Otherwise a request does so later.
     pub(super) fn look_up_soon(&self) -> Result<()> {
-        let Some(look_up) = self.look_up() else { return Ok(()) };
+        let Ok(permit) = self.looking.clone().try_acquire_owned() else { return Ok(()) };
+        let Some(look_up) = self.look_up(permit) else { return Ok(()) };
         let (tell, told) = mpsc::channel();
         let started = std::thread::Builder::new().name("tensorcask-look-up".to_owned()).spawn(move || tell.send(look_up()));
         match started.ok().and_then(|_| told.recv_timeout(LOOK_UP).ok()) {
@@ -114,9 +115,8 @@ impl Objects {
         }
     }
 
-    /// Work that resolves the path of a local store and keeps what it found; `None` while other such work runs, and for other storage.
-    fn look_up(&self) -> Option<impl FnOnce() -> Result<()> + Send + use<>> {
-        let permit = self.looking.clone().try_acquire_owned().ok()?;
+    /// Work that resolves the path of a local store and keeps what it found; `None` for other storage.
+    fn look_up(&self, permit: OwnedSemaphorePermit) -> Option<impl FnOnce() -> Result<()> + Send + use<>> {
         let Medium::Local(given) = &self.medium else { return None };
         let given = given.clone();
         let url = self.url.clone();
@@ -133,19 +133,16 @@ impl Objects {
     /// The client that requests go to. Resolves the path of a local store if that was not done before, on a thread that may wait:
     /// a file system that hangs keeps no caller from giving up.
     pub(super) async fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
-        loop {
-            if let Some(opened) = self.opened.get() {
-                return Ok(&opened.client);
-            }
-            if !matches!(self.medium, Medium::Local(_)) {
-                return Err(missing(&self.url));
-            }
-            let _pending = self.noted("look up", "the root folder");
-            match self.look_up() {
-                Some(look_up) => blocking(self.url.clone(), look_up).await?,
-                None => _ = self.looking.acquire().await,
-            }
+        if let Some(opened) = self.opened.get() {
+            return Ok(&opened.client);
         }
+        let _pending = self.noted("look up", "the root folder");
+        let permit = self.looking.clone().acquire_owned().await.map_err(|_| missing(&self.url))?;
+        if self.opened.get().is_none() {
+            let Some(look_up) = self.look_up(permit) else { return Err(missing(&self.url)) };
+            blocking(self.url.clone(), look_up).await?;
+        }
+        self.opened.get().map(|opened| &opened.client).ok_or_else(|| missing(&self.url))
     }
 
     /// Folder of a local store, from which on there are no links; `None` on other storage. `NotFound` if there is no folder.
