@@ -110,6 +110,26 @@ async fn a_path_that_changes_before_the_first_save_is_noticed() {
     assert_eq!(objects_of(&point), []);
 }
 
+/// All of them look up the same path, and each gets an answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_first_requests_at_once_are_answered() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run");
+    let store = Store::open(path.to_str().unwrap()).unwrap();
+    let ask = async || {
+        let asked = std::iter::repeat_with(|| store.clone()).take(64);
+        let asked = asked.map(|store| tokio::spawn(async move { store.snapshot(Latest).await.map(|snapshot| snapshot.step()) }));
+        let mut answers = Vec::new();
+        for answer in asked.collect::<Vec<_>>() {
+            answers.push(answer.await.unwrap().map_err(|e| e.kind()));
+        }
+        answers
+    };
+    assert_eq!(ask().await, [Err(ErrorKind::NotFound); 64]);
+    save(&mut writer(&path).await, 1).await.unwrap();
+    assert_eq!(ask().await, [Ok(1); 64]);
+}
+
 /// The path still leads to the same place: the store there is made again, as without a link.
 #[tokio::test]
 async fn a_store_behind_a_link_may_be_deleted() {
