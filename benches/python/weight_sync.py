@@ -5,10 +5,11 @@
 The weights are f32 numbers of a normal distribution (standard deviation 0.02), rounded to bf16. A version adds to each an update of about the
 learning rate, as Adam does, and rounds again: few weights change, nearly all of them by one unit in the last place. A share in percent instead
 of a rate: so many weights at random places change, whatever their size. `--data` takes the f32 masters of a real training and Adam's step
-with their real moments instead: FILE is a safetensors file with `optimizer.master.*`, `optimizer.exp_avg.*` and `optimizer.exp_avg_sq.*`. Compares snapshots that are read as differences
-(`tensorcask.weights`) with whole safetensors files, with deltas in slime's layout, XOR and overwritten bytes, which are made and applied by
-`tensorcask.slime`, with snapshots of Moonclip, if it is installed, and with indices and values in numpy: as they are (vLLM, verl), and gaps between indices and values, each by zstd -3.
-CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is
+with their real moments instead: FILE is a safetensors file with `optimizer.master.*`, `optimizer.exp_avg.*` and `optimizer.exp_avg_sq.*`.
+
+Compares snapshots that are read as differences (`tensorcask.weights`) with whole safetensors files; with deltas in slime's layout, XOR and
+overwritten bytes, which are made and applied by `tensorcask.slime`; with snapshots of Moonclip, if it is installed; and with indices and
+values in numpy: as they are (vLLM, verl), and gaps between indices, and values, each by zstd -3. CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is
 in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
 """
 

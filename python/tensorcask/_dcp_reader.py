@@ -71,7 +71,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         self._names: dict[str, str] = {}
         self._arrays: dict[str, TensorInfo] = {}
         self._frameworks: dict[str, str] = {}
-        # What describes tensors that are made of others, by the name of the tensor.
+        # Descriptions of the tensors that are made of other tensors, by name.
         self._told_classes: dict[str, Any] = {}
         self._made: dict[str, tuple[list[Any], dict[str, str]]] = {}
 
@@ -155,8 +155,8 @@ class Reader(StorageReader):  # type: ignore[misc]
                 _refusals.check_placements(value, path_text((fqn,)))
 
     def _made_of_tensors(self, template: Mapping[Any, Any]) -> dict[str, tuple[list[Any], dict[str, str]]]:
-        """Tensors of the template that are made of others, as they are in the store: what describes them, and the names of the inner ones
-        by attribute."""
+        """Tensors of the template that are made of other tensors: the description in the store, and the stored names of the inner tensors by
+        attribute."""
         found: dict[str, tuple[list[Any], dict[str, str]]] = {}
         for fqn, value in template.items():
             inner = _frameworks.inner_tensors(value) if isinstance(value, torch.Tensor) else None
@@ -246,7 +246,7 @@ class _Descriptions(dict[Any, Any]):
 
 
 def _note_classes(value: Any, name: str, found: dict[str, Any]) -> None:
-    """Notes what describes tensors that are made of others, by their names in a flattened state."""
+    """Notes the descriptions of tensors that are made of other tensors, by their names in a flattened state."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         if key == _subclasses.CLASS:

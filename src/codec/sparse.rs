@@ -58,7 +58,8 @@ fn exponents_of(dtype: Dtype, base: &[u8]) -> Result<(Spare, [u32; 256])> {
 
 /// The number of low bits in the code of a gap between members, of which there are `members` among `units` (sparse 3.2).
 fn low_bits(units: u32, members: u32) -> u32 {
-    let (units, members) = (u64::from(units), u64::from(members));
+    let units = u64::from(units);
+    let members = u64::from(members);
     (2 * units - members).checked_div(2 * members).and_then(u64::checked_ilog2).unwrap_or(0)
 }
 
@@ -298,7 +299,8 @@ impl Codec for Sparse {
         exponent_of(chunk.dtype)?;
         let base = chunk.whole_base()?;
         let width = chunk.dtype.unit_bytes();
-        let (base, data) = (sample(base, width), sample(chunk.data, width));
+        let base = sample(base, width);
+        let data = sample(chunk.data, width);
         if 2 * mask::count_changed(width, &base, &data) > data.len() / width {
             // Another codec is better, and a long list takes time.
             return Some(vec![self.max_encoded_bytes(chunk.dtype, chunk.element_count)]);

@@ -120,7 +120,8 @@ impl Copier {
     pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(CopyPlan, CopyReport)> {
         let mut report = CopyReport::default();
         let mut added: BTreeMap<Id, SnapshotRecord> = BTreeMap::new();
-        let (mut begun_again, mut looks) = (0, 0);
+        let mut begun_again = 0;
+        let mut looks = 0;
         'plan: loop {
             let from = load_log(source).await?;
             let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;

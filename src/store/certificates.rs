@@ -19,7 +19,7 @@ impl Certificates {
     /// Reads the files that the variables name. Leaves out, with a warning, what cannot be read: another server may need it.
     pub(super) fn of(environment: &Environment) -> Self {
         let mut found = Vec::new();
-        // What this process has, too, its client reads by itself.
+        // The client of this process reads its own files by itself.
         let other = |name| environment.get(name).filter(|theirs| std::env::var(name).ok().as_deref() != Some(*theirs));
         let file = other(CERTIFICATE_FILE).map(|path| (CERTIFICATE_FILE, PathBuf::from(path), true));
         let folders = other(CERTIFICATE_FOLDERS).into_iter().flat_map(std::env::split_paths).filter(|path| !path.as_os_str().is_empty());

@@ -35,7 +35,7 @@ pub(crate) struct Objects {
     pending: Arc<PendingRequests>,
 }
 
-/// What requests go to.
+/// The storage behind a store, once its path is resolved.
 struct Opened {
     client: Arc<dyn ObjectStore>,
     /// Folder of a local store.

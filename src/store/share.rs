@@ -36,7 +36,8 @@ impl Objects {
         }
         self.client().await?;
         let (Some(from), Some(to)) = (source.local_folder(), self.local_folder()) else { return Ok(false) };
-        let (from, to) = (from.join(object), to.join(object));
+        let from = from.join(object);
+        let to = to.join(object);
         let fsync = self.fsync;
         let _pending = self.request("link", object, 0);
         let linked = blocking(object.to_owned(), move || Ok(link_file(&from, &to, fsync))).await?;

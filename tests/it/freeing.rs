@@ -252,14 +252,8 @@ async fn readers_of_a_step_that_is_compacted_go_on() {
     }
 }
 
-/// The source frees a step while it is being copied: the copy looks at the source again.
-#[tokio::test]
-async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
-    let memory = Arc::new(InMemory::new());
-    let mut first = writer(&wrap(memory.clone()), Policy::Full, keep_last(3)).await;
-    for step in 1..=3 {
-        save(&mut first, step).await.unwrap();
-    }
+/// A store of which a job saves steps 4 to 6, and keeps only the last, as soon as somebody reads the manifest of step 1.
+fn freed_at_the_first_look(memory: &Arc<InMemory>) -> Store {
     let armed = AtomicBool::new(true);
     let objects = memory.clone();
     let raced = FaultStore::new(memory.clone(), move |operation, path: &Path| {
@@ -276,7 +270,18 @@ async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
         }
         Fault::None
     });
-    let source = wrap(Arc::new(raced));
+    wrap(Arc::new(raced))
+}
+
+/// The source frees a step while it is being copied: the copy looks at the source again.
+#[tokio::test]
+async fn a_copy_leaves_out_what_the_source_frees_meanwhile() {
+    let memory = Arc::new(InMemory::new());
+    let mut first = writer(&wrap(memory.clone()), Policy::Full, keep_last(3)).await;
+    for step in 1..=3 {
+        save(&mut first, step).await.unwrap();
+    }
+    let source = freed_at_the_first_look(&memory);
     let destination = wrap(Arc::new(InMemory::new()));
     let report = maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
     assert_eq!(report.snapshots, 1, "the other three were given up: {report:?}");
@@ -292,23 +297,7 @@ async fn checks_pass_over_what_a_job_frees_meanwhile() {
         for step in 1..=3 {
             save(&mut first, step).await.unwrap();
         }
-        let armed = AtomicBool::new(true);
-        let objects = memory.clone();
-        let raced = FaultStore::new(memory.clone(), move |operation, path: &Path| {
-            if operation == Operation::Get && path.as_ref().starts_with("snapshots/1-") && armed.swap(false, Ordering::SeqCst) {
-                let store = wrap(objects.clone());
-                let saving = async move {
-                    let mut writer = writer(&store, Policy::Full, keep_last(1)).await;
-                    for step in 4..=6 {
-                        save(&mut writer, step).await.unwrap();
-                    }
-                };
-                let run = move || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(saving);
-                std::thread::spawn(run).join().unwrap();
-            }
-            Fault::None
-        });
-        let store = wrap(Arc::new(raced));
+        let store = freed_at_the_first_look(&memory);
         if collects {
             let report = maintain::gc(&store, &GcOptions::default()).await.unwrap();
             assert!(report.deleted.is_empty(), "{report:?}");
