@@ -3,8 +3,10 @@
 //! A reader stops at the first absent entry. So a log of which entries were lost looks like a shorter one, and a lost log like
 //! that of an empty store. Whoever takes the rest for all deletes or overwrites what the lost entries name.
 
+use std::collections::BTreeSet;
+
 use super::entries::{PUT_BACK, StoredEntries, gap};
-use super::{Catalog, Log, LogState, Standing, read_store_file};
+use super::{Catalog, Log, LogState, SnapshotRecord, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
@@ -59,6 +61,24 @@ pub(crate) async fn refuse_lost_log(log: &Log) -> Result<()> {
     // Another process may have begun the log since it was read.
     let has_begun = log.store.objects().head_if_present(&LogEntry::path_of(1)).await?.is_some();
     if has_begun { Ok(()) } else { Err(lost) }
+}
+
+impl Log {
+    /// Fails if the log is gone, but catalogs or snapshots that it named are there: it was lost, and the store was not replaced.
+    ///
+    /// Objects that the log did not name are no sign of it: a save that is under way leaves them where a store was deleted.
+    #[boxed]
+    pub(crate) async fn refuse_lost_below_snapshots(&self) -> Result<()> {
+        let objects = self.store.objects();
+        if objects.head_if_present(&LogEntry::path_of(1)).await?.is_some() {
+            return Ok(());
+        }
+        let (catalogs, snapshots) = tokio::join!(objects.list("catalog"), objects.list("snapshots"));
+        let known: BTreeSet<String> = self.state.snapshots().iter().map(SnapshotRecord::manifest_path).collect();
+        let snapshots = snapshots?.into_iter().filter(|object| known.contains(&object.path)).count();
+        let left = Contents(vec![("catalog", catalogs?.len()), ("snapshots", snapshots)]);
+        left.without_empty().lost_log().map_or(Ok(()), Err)
+    }
 }
 
 /// Fails if a catalog follows an entry that the log does not have, or if the catalog by which the log was entered is of another
@@ -122,7 +142,12 @@ impl Contents {
     pub(crate) async fn of(store: &Store, folders: &[&'static str]) -> Result<Self> {
         let count = |folder: &'static str| async move { Ok((folder, store.objects().list(folder).await?.len())) };
         let counts = crate::store::concurrently(folders.len(), folders.iter().copied().map(count)).await?;
-        Ok(Self(counts.into_iter().filter(|(_, count)| *count > 0).collect()))
+        Ok(Self(counts).without_empty())
+    }
+
+    fn without_empty(mut self) -> Self {
+        self.0.retain(|(_, count)| *count > 0);
+        self
     }
 
     /// The error for a log without its first entry, if there are objects.

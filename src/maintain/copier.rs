@@ -19,7 +19,7 @@ use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{
     Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, check_root, has_store, load_log, read_inline, read_manifest,
-    read_manifest_bytes, read_store_file, refuse_features, store_file_of, without_store_file,
+    read_manifest_bytes, read_store_file, refuse_features, refuse_lost_log, store_file_of, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
@@ -517,5 +517,8 @@ pub(super) async fn open_of_run(destination: &Store, file: StoreFile) -> Result<
         }
         Err(e) => return Err(e),
     }
-    load_log(destination).await
+    // Of a log with a gap, the last writer before it would pass for the last of all.
+    let log = Log::load_whole(destination).await?;
+    refuse_lost_log(&log).await?;
+    Ok(log)
 }

@@ -65,8 +65,9 @@ impl Writer {
             // Other hosts have their receipts and the session in the store that is gone.
             return Err(Error::new(ErrorKind::Fenced, format!("{}. Start the job again", why.message())).clause("log 8"));
         }
-        tracing::warn!(error = %why, "the store was replaced; the next snapshot is a base");
         let store = self.pipeline.store.clone();
+        self.log.refuse_lost_below_snapshots().await?;
+        tracing::warn!(error = %why, "the store was replaced; the next snapshot is a base");
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;

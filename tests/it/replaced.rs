@@ -103,6 +103,36 @@ async fn after_the_folder_was_moved_away_and_back_each_save_can_be_loaded() {
     run.assert_clean().await;
 }
 
+/// A job that is running begins no new log beside the snapshots of a lost one: the log could not be put back, and a collector
+/// would take these snapshots for leftovers.
+#[tokio::test]
+async fn a_lost_log_is_not_begun_anew() {
+    let run = Run::new();
+    let mut writer = run.writer().await;
+    save(&mut writer, 1).await.unwrap();
+    save(&mut writer, 2).await.unwrap();
+    let log = run.path().join("log");
+    let store_file = run.path().join("store.json");
+    for with_store_file in [true, false] {
+        std::fs::rename(&log, run.beside("log")).unwrap();
+        if !with_store_file {
+            std::fs::rename(&store_file, run.beside("store.json")).unwrap();
+        }
+        let error = save(&mut writer, 3).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert!(error.to_string().contains("although the store has 2 objects in snapshots/"), "{error}");
+        assert!(!log.exists());
+        std::fs::rename(run.beside("log"), &log).unwrap();
+        if !with_store_file {
+            std::fs::rename(run.beside("store.json"), &store_file).unwrap();
+        }
+        run.assert_clean().await;
+    }
+    save(&mut writer, 3).await.unwrap();
+    run.assert_holds(3).await;
+    assert_eq!(run.store().snapshots().await.unwrap().len(), 3);
+}
+
 #[tokio::test]
 async fn an_older_copy_is_gone_on_with() {
     let run = Run::new();
@@ -244,6 +274,9 @@ async fn nobody_commits_to_a_log_with_a_gap() {
     for step in 1..=4 {
         save(&mut writer, step).await.unwrap();
     }
+    let source = run.beside("source");
+    copy_folder(&run.path(), &source);
+    let source = without_inline().open(source.to_str().unwrap()).unwrap();
     let gap = run.objects("log")[2].clone();
     std::fs::remove_file(&gap).unwrap();
     let is_told = |error: tensorcask::Error| {
@@ -254,6 +287,8 @@ async fn nobody_commits_to_a_log_with_a_gap() {
     is_told(run.store().writer(Policy::Full).await.unwrap_err());
     is_told(run.store().pin(1).await.unwrap_err());
     is_told(save(&mut writer, 5).await.unwrap_err());
+    // A copier would take the last writer before the gap for the last of all, and refuse for good.
+    is_told(Copier::open(&source, &run.store(), Id::random().unwrap(), CopyOptions::default()).await.err().unwrap());
     assert!(!gap.exists());
 }
 

@@ -100,7 +100,8 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
 /// Fails with `Fenced` if another job has written to a tier since this host last saw it. Without this check, this host
 /// could commit old states and so fence a job that went on elsewhere while the tier was unreachable from here.
 async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Store) -> Result<()> {
-    let records = match destination.history().records().await {
+    // A refusal ends the run, so it needs the whole log.
+    let records = match destination.history().complete_records().await {
         Ok(records) => records,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(e),
@@ -113,9 +114,12 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
         return Ok(());
     }
     for source in sources {
-        let ours = source.store.history().records().await.unwrap_or_default();
-        if ours.iter().any(|record| record.id == latest.id) {
-            return Ok(());
+        match source.store.history().records().await {
+            Ok(ours) if ours.iter().any(|record| record.id == latest.id) => return Ok(()),
+            Ok(_) => {}
+            // What is damaged is given up when it is copied.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {}
+            Err(e) => return Err(e),
         }
     }
     let message = format!(

@@ -45,10 +45,14 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
     Ok(sources.into_iter().filter(|(run, _)| Some(*run) == newest).map(|(_, source)| source).collect())
 }
 
-/// Whether any source, or the arena, holds something that a tier may lack.
+/// Whether any source, or the arena, holds something that a tier may lack. A source that does not answer may.
 pub(super) async fn holds_anything(run: &Run, sources: &[UploadSource]) -> bool {
     for source in sources {
-        if source.store.history().records().await.is_ok_and(|records| !records.is_empty()) {
+        let holds = match source.store.history().records().await {
+            Ok(records) => !records.is_empty(),
+            Err(e) => !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt),
+        };
+        if holds {
             return true;
         }
     }
@@ -79,5 +83,5 @@ pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Stor
 
 /// Ids of all snapshots in the log of a store.
 pub(super) async fn snapshot_ids(store: &Store) -> Result<BTreeSet<Id>> {
-    Ok(store.history().records().await?.into_iter().map(|record| record.id).collect())
+    Ok(store.history().complete_records().await?.into_iter().map(|record| record.id).collect())
 }

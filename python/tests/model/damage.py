@@ -178,6 +178,7 @@ class Damages:
             return None
         for name in chosen:
             self._place.write(name, left[name]) if name in left else self._place.unlink(name)
+        left = {name: data for name, data in left.items() if name in chosen}
         done = Harm(verb, f"{harm} {position} of {kind}", {name: objects[name] for name in chosen}, left, Truth(objects))
         if not left and kind == "log":
             done.without_end = _without_end(objects, done)

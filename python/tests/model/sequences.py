@@ -43,7 +43,8 @@ class Sequence:
         self._random = Random(seed)
         self._place, self._fresh, self._say = place, fresh, say
         self.outcomes: Counter[str] = Counter()
-        self._step = 1000 + self._random.choice((0, 0, LARGE))
+        # An engine that has restored nothing refuses steps below those of the template.
+        self._step = 1000 + (LARGE if engine and template else self._random.choice((0, 0, LARGE)))
         self._others = 0
         # Jobs that each of our writers took over from; whose writer is not here opens the store with its next save, and
         # so takes over.
