@@ -9,11 +9,10 @@
 //!         exponent to the next smaller one. Golomb codes of ranks: Rice, "Some Practical Universal Noiseless Coding Techniques", 1979
 
 use tensorcask_kernels::bits::{BitAppender, BitReader};
-use tensorcask_kernels::bytes;
 use tensorcask_kernels::mask;
 use tensorcask_kernels::ordered;
 use tensorcask_kernels::spare::Spare;
-use tensorcask_kernels::sparse::{self as kernel, Change};
+use tensorcask_kernels::sparse::{Change, Units};
 
 use super::ordered::exponent_of;
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
@@ -46,14 +45,12 @@ fn exponent_for(dtype: Dtype) -> Result<ordered::Exponent> {
     exponent_of(dtype).ok_or_else(|| corrupt("sparse 1", format!("chunks of {dtype}")))
 }
 
-/// Exponents of the base, and how many units have each.
-fn exponents_of(dtype: Dtype, base: &[u8]) -> Result<(Spare, [u32; 256])> {
+fn units_of(dtype: Dtype, base: &[u8]) -> Result<Units> {
     let width = dtype.unit_bytes();
     let exponent = exponent_for(dtype)?;
     let mut found = Spare::new(base.len() / width, "exponents")?;
     ordered::exponents(width, exponent, base, &mut found);
-    let counts = bytes::histogram(&found);
-    Ok((found, counts))
+    Ok(Units::new(found))
 }
 
 /// The number of low bits in the code of a gap between members, of which there are `members` among `units` (sparse 3.2).
@@ -158,15 +155,10 @@ fn best_order(numbers: &[u64]) -> u32 {
 }
 
 fn write(dtype: Dtype, base: &[u8], data: &[u8]) -> Result<Stream> {
-    let (exponents, counts) = exponents_of(dtype, base)?;
-    let mut groups: Vec<Vec<Change>> = vec![Vec::new(); 256];
-    kernel::find(dtype.unit_bytes(), &exponents, base, data, |exponent, change| {
-        if let Some(group) = groups.get_mut(usize::from(exponent)) {
-            group.push(change);
-        }
-    });
+    let of_base = units_of(dtype, base)?;
+    let changes = of_base.changes(dtype.unit_bytes(), base, data);
     let mut stream = Stream::default();
-    for (&units, changes) in counts.iter().zip(&groups).filter(|(units, _)| **units > 0) {
+    for (&units, changes) in of_base.totals().iter().zip(&changes).filter(|(units, _)| **units > 0) {
         stream.put_group(units, changes);
     }
     Ok(stream)
@@ -330,17 +322,18 @@ impl Codec for Sparse {
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [stream] = columns.exactly([COLUMN])?;
         let base = columns.base(out.len())?;
-        let (exponents, counts) = exponents_of(columns.dtype, base)?;
+        let of_base = units_of(columns.dtype, base)?;
+        let counts = of_base.totals();
         let mut reader = Reader(BitReader::new(stream));
         let mut changes = Vec::with_capacity(counts.len());
-        for units in counts {
+        for &units in counts {
             changes.push(if units > 0 { reader.group(columns.dtype, units)? } else { Vec::new() });
         }
         if !reader.0.is_at_end() {
             return Err(corrupt("sparse 3.3", format!("{} bytes that do not end with the last group", stream.len())));
         }
         out.copy_from_slice(base);
-        kernel::apply(columns.dtype.unit_bytes(), &exponents, &changes, out);
+        of_base.apply(columns.dtype.unit_bytes(), &changes, out);
         Ok(())
     }
 }

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use rayon::prelude::*;
+use tensorcask_kernels::spare::Spare;
 
 use super::Snapshot;
 use super::changes::{ChangedElements, TensorChange};
@@ -9,7 +10,7 @@ use super::execute::{ChunkItem, PageFetch, Pages};
 use super::open_chain::OpenChain;
 use crate::chain::{ChunkPlan, ShardPlan, Step, check_decoded};
 use crate::codec::Columns;
-use crate::limits::{to_usize, zeroed};
+use crate::limits::to_usize;
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::wire::Id;
 use crate::{Error, Result, boxed, parallel};
@@ -196,10 +197,10 @@ impl Update<'_> {
 
     #[boxed]
     async fn apply(&self, batch: Vec<Work>, outs: &mut [Held<'_>], done: &mut UpdateReport) -> Result<()> {
-        let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
-        let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
+        let mut rebuild: Vec<(Work, Spare)> = Vec::new();
+        let mut advance: Vec<(Work, Vec<Step>, Spare)> = Vec::new();
         let with_held = |work: Work| self.take_held(&outs[work.item], work);
-        let checked: Vec<(Work, Vec<u8>)> = parallel::run(|| batch.into_par_iter().map(with_held).collect::<Result<_>>())?;
+        let checked: Vec<(Work, Spare)> = parallel::run(|| batch.into_par_iter().map(with_held).collect::<Result<_>>())?;
         for (mut work, held) in checked {
             match std::mem::replace(&mut work.way, Way::Rebuild) {
                 Way::Same => done.unchanged += 1,
@@ -209,11 +210,11 @@ impl Update<'_> {
         }
         let mut pages = PageFetch::new(self.chain, advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
         let pages: Vec<Vec<Pages>> = advance.iter().map(|(_, steps, _)| pages.by_ref().take(steps.len()).collect()).collect();
-        let to_new = |((work, steps, mut held), pages): ((Work, Vec<Step>, Vec<u8>), Vec<Pages>)| {
+        let to_new = |((work, steps, mut held), pages): ((Work, Vec<Step>, Spare), Vec<Pages>)| {
             self.count_pages(&steps);
             self.advance(&work, &steps, &pages, &mut held).map(|()| (work, held))
         };
-        let advanced: Vec<(Work, Vec<u8>)> = parallel::run(|| advance.into_par_iter().zip(pages).map(to_new).collect::<Result<_>>())?;
+        let advanced: Vec<(Work, Spare)> = parallel::run(|| advance.into_par_iter().zip(pages).map(to_new).collect::<Result<_>>())?;
         for (work, bytes) in &advanced {
             put(&self.shards[work.shard], work.chunk, bytes, &mut outs[work.item]);
             done.advanced += 1;
@@ -236,10 +237,10 @@ impl Update<'_> {
     }
 
     /// Copies the held bytes of a chunk. They are of no use if their checksum is not that of the chunk in `have`.
-    fn take_held(&self, Held { whole, out, .. }: &Held<'_>, mut work: Work) -> Result<(Work, Vec<u8>)> {
+    fn take_held(&self, Held { whole, out, .. }: &Held<'_>, mut work: Work) -> Result<(Work, Spare)> {
         let plan = &self.shards[work.shard];
         let bytes = plan.grid.bytes(work.chunk);
-        let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
+        let mut held = Spare::new(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
         if let Some(crc) = work.held_crc {
             move_runs(plan, work.chunk, whole, |run| {
                 let back = Run { source: run.destination, destination: run.source, count: run.count };
@@ -259,7 +260,7 @@ impl Update<'_> {
     }
 
     /// Applies deltas, listed newest first, to the bytes of a chunk.
-    fn advance(&self, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
+    fn advance(&self, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Spare) -> Result<()> {
         let plan = &self.shards[work.shard];
         let elements = plan.grid.elements(work.chunk);
         for (step, pages) in steps.iter().zip(pages).rev() {
@@ -271,7 +272,7 @@ impl Update<'_> {
             let codec = self.chain.store.registry().resolve(codec).map_err(locate)?;
             let columns: Vec<(&str, Bytes)> =
                 step.entry.pages.iter().zip(pages).map(|(page, bytes)| (page.column.as_str(), bytes.clone())).collect();
-            let mut out = zeroed(held.len(), "a chunk")?;
+            let mut out = Spare::new(held.len(), "a chunk")?;
             let input = Columns {
                 dtype: plan.dtype,
                 element_count: elements.end - elements.start,
