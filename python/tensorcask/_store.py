@@ -286,8 +286,7 @@ class Store(Upkeep):
                 _log.warning("step %d cannot be rebuilt; trying an older step: %s", snapshot.step, error)
                 first = first or error
                 passed_over.append(snapshot.id)
-            except _native.NotFoundError as error:
-                # A step that is still there lacks what the caller has asked for.
+            except _native.ConflictError as error:
                 if freed == _MOST_FREED or any(info.id == snapshot.id for info in self.snapshots()):
                     raise
                 _log.warning("step %d was forgotten while it was read; reading a newer step: %s", snapshot.step, error)

@@ -173,9 +173,9 @@ class Subscriber:
         while timeout is None or time.monotonic() - last < timeout:
             try:
                 version, problem = self._update_past_damage(), None
-            except (_native.StorageError, _native.NotFoundError) as error:
+            except (_native.StorageError, _native.NotFoundError, _native.ConflictError) as error:
                 if problem is None:
-                    _log.warning("%s does not answer; looking again every %s s: %s", self._store.url, interval, error)
+                    _log.warning("%s cannot be read now; looking again every %s s: %s", self._store.url, interval, error)
                 version, problem = None, error
             if version is None:
                 time.sleep(interval)

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Log, LogState, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
-use crate::store::concurrently;
+use super::{Log, LogState, SnapshotRecord, SnapshotStatus, lost_end, newer_than_log, read_manifest, refuse_features};
+use crate::store::{Listed, Store, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -47,14 +47,22 @@ pub(crate) struct Freeing {
     /// By live snapshot whose chain held a compacted snapshot when this job first saw it: the entry that added that snapshot.
     /// Before the compaction, the chain may have held any older snapshot.
     compacted_before: BTreeMap<Id, u64>,
-    /// Whether the storage has refused a deletion, for want of a permission perhaps.
+    /// Whether nothing is freed: the storage has refused a deletion, for want of a permission perhaps, or the log may lack entries.
     is_refused: bool,
 }
 
 impl Freeing {
-    /// Frees with the first save already what an earlier process has forgotten.
-    pub(crate) fn begin(state: &LogState) -> Self {
-        let mut freeing = Self::default();
+    /// Frees with the first save already what an earlier process has forgotten. Frees nothing if the log seems to lack entries at its
+    /// end: they may have pinned what it gives up. `manifests`: a listing from before the log was read.
+    pub(crate) async fn begin(store: &Store, state: &LogState, manifests: &[Listed]) -> Self {
+        let lost = match newer_than_log(store, state, manifests).await {
+            Ok(newer) => lost_end(&newer),
+            Err(error) => Some(error),
+        };
+        let mut freeing = Self { is_refused: lost.is_some(), ..Self::default() };
+        if let Some(error) = lost {
+            tracing::warn!(%error, "saves may be missing from the log, so this job leaves forgotten steps to garbage collection");
+        }
         freeing.waiting = freeing.freeable(state);
         freeing
     }

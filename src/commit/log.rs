@@ -372,8 +372,10 @@ impl Log {
                 // The entry is another writer's, or our own after a lost answer.
                 Ok(Created::Exists) => {}
                 Err(e) => {
-                    let definite = attempt == 0 && (local || is_refusal(&e));
+                    let is_refused = is_refusal(&e);
                     let error = Error::storage(&path, e);
+                    // A network file system may carry out later what it has not answered.
+                    let definite = attempt == 0 && (is_refused || (local && !error.is_unanswered()));
                     if definite { refusal = Some(error) } else { last_error = Some(error) }
                 }
             }
@@ -390,8 +392,8 @@ impl Log {
                     Ok((entry, _)) if entry.token != token => return Ok(Attempt::Taken),
                     // On local disk, an entry that exists after an error may not be durable, and reading it back proves
                     // nothing.
-                    Ok(_) if refusal.is_none() || !local => return Ok(Attempt::Ours),
-                    Ok(_) => return Err(unknown(&path, refusal)),
+                    Ok(_) if !local || (refusal.is_none() && last_error.is_none()) => return Ok(Attempt::Ours),
+                    Ok(_) => return Err(unknown(&path, refusal.or(last_error))),
                     Err(e) => return Err(unknown(&path, Some(refusal.unwrap_or(e)))),
                 },
                 (Some(error), Err(_)) if local => return Err(unknown(&path, Some(error))),

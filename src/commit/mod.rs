@@ -10,6 +10,7 @@ mod history;
 mod known_log;
 mod leadership;
 mod log;
+mod lost_end;
 mod manifest;
 mod need;
 mod owner;
@@ -28,6 +29,7 @@ pub use history::History;
 pub use known_log::{ContinuedSession, KnownLog};
 pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
 pub(crate) use log::{Appended, Log, MOST_LOOKS, load_from, refuse_features, replace_from};
+pub(crate) use lost_end::{UnnamedManifest, lost_end, newer_than_log};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub(crate) use need::Need;
 pub(crate) use owner::Owner;
@@ -39,4 +41,6 @@ pub(crate) use standing::{Stale, Standing};
 pub(crate) use state::{LastWriter, LogState, ManifestPlace, Summary};
 pub use state::{SnapshotRecord, SnapshotStatus};
 pub(crate) use store_file::{check_root, has_store, read_store_file};
-pub(crate) use whole_log::{Contents, check_log_ends, load_complete_log, load_log, refuse_lost_log, store_file_of, without_store_file};
+pub(crate) use whole_log::{
+    Contents, changed_log, check_log_ends, load_complete_log, load_log, refuse_lost_log, store_file_of, without_store_file,
+};

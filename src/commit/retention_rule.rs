@@ -9,10 +9,10 @@ use super::{LogState, SnapshotRecord};
 use crate::wire::Id;
 use crate::{Error, Result};
 
-/// Live steps to keep; all others are forgotten. Pinned steps and the newest step are always kept.
+/// Live steps to keep; all others are forgotten. Pinned steps are always kept, and the newest step that was not reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Retention {
-    /// Number of newest snapshots to keep, by commit.
+    /// Number of newest snapshots to keep, by commit. Reduced ones do not count.
     pub keep_last: Option<u64>,
     /// Interval of steps to keep: the multiples of this number.
     pub keep_every: Option<u64>,
@@ -62,13 +62,14 @@ impl Retention {
     pub(crate) fn decide(self, state: &LogState, marks: &FiniteMarks) -> Result<Decision> {
         self.check()?;
         let is_multiple = |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
-        let keeps = |nth: u64, record: &SnapshotRecord| {
+        // Number of newer snapshots that a job can resume from. Reduced ones do not count.
+        let mut newer = 0u64;
+        let keeps = |record: &&SnapshotRecord| {
+            let nth = newer;
+            newer += u64::from(record.roles.is_none());
             nth == 0 || record.pinned || self.keep_last.is_some_and(|last| nth < last) || is_multiple(self.keep_every, record.step)
         };
-        let (kept, dropped): (Vec<_>, Vec<_>) = state.live().rev().zip(0u64..).partition(|(record, nth)| keeps(*nth, record));
-        let without_position = |(record, _)| record;
-        let (kept, mut dropped): (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) =
-            (kept.into_iter().map(without_position).collect(), dropped.into_iter().map(without_position).collect());
+        let (kept, mut dropped): (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) = state.live().rev().partition(keeps);
         let mut decision = Decision::default();
         if !dropped.is_empty() {
             let kept: BTreeSet<Id> = kept.iter().map(|record| record.id).collect();

@@ -9,7 +9,7 @@ use super::entries::{PUT_BACK, StoredEntries, gap};
 use super::{Catalog, Log, LogState, SnapshotRecord, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
-use crate::wire::{LogEntry, STORE_FILE, StoreFile};
+use crate::wire::{Id, LogEntry, STORE_FILE, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Reads the log of a store. Fails if the log or `store.json` is gone, while other objects show that there was one: such a store
@@ -23,6 +23,18 @@ pub(crate) async fn load_log(store: &Store) -> Result<Log> {
         log.read_to_end().await?;
     }
     Ok(log)
+}
+
+/// The log of a store, if it says something else by now of a snapshot, or of its chain, than it did `before`: a job has freed
+/// objects of it since, or a compaction has replaced them (log 7.6). Then objects that are gone are no damage.
+#[boxed]
+pub(crate) async fn changed_log(store: &Store, before: &LogState, snapshot: Id) -> Result<Option<Log>> {
+    let log = load_log(store).await?;
+    let links = std::iter::successors(before.by_id(snapshot), |link| before.by_id(link.parent?));
+    let is_same = |link: &SnapshotRecord| log.state().by_id(link.id).is_some_and(|now| now.facts() == link.facts());
+    let limit = usize::try_from(store.limits().max_chain_depth).unwrap_or(usize::MAX);
+    let changed = !links.take(limit.saturating_add(1)).all(is_same);
+    Ok(changed.then_some(log))
 }
 
 /// Reads `store.json`. Fails with `NotFound` if there is no store, and with `Corrupt` if only this file is gone.

@@ -10,12 +10,13 @@
 use super::rewrite::{CompactOptions, Rewriter};
 use crate::chain::Link;
 use crate::commit::{
-    Age, Appended, Log, LogState, Need, SnapshotRecord, SnapshotStatus, load_complete_log, now_ms, read_store_file, refuse_features,
+    Age, Appended, Log, LogState, MOST_LOOKS, Need, SnapshotRecord, SnapshotStatus, changed_log, load_complete_log, now_ms,
+    read_store_file, refuse_features,
 };
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
-use crate::{Error, ErrorKind, Result, StepSelector, Store};
+use crate::{Error, ErrorKind, Result, StepSelector, Store, boxed};
 
 /// Result of a compaction.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,15 +37,35 @@ pub struct Compacted {
 /// stay as they are. Safe to run beside writers and readers. Memory: a window of 16 MiB, the partners of its
 /// chunks, upload parts, and the largest blob.
 pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
-    let mut log = load_complete_log(store).await?;
+    let at = at.into();
+    let mut looks = 0;
+    loop {
+        let log = load_complete_log(store).await?;
+        let record = match at {
+            StepSelector::Latest => log.state().latest(),
+            StepSelector::Step(step) => log.state().at_step(step),
+        };
+        let record = record
+            .cloned()
+            .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(store.url()))?;
+        let before = log.state().clone();
+        match compact_one(store, log, record.clone(), options).await {
+            // A job has freed the step, or another process has compacted it, while it was read.
+            Err(error)
+                if (error.is_damage() || error.kind() == ErrorKind::Conflict)
+                    && looks < MOST_LOOKS
+                    && changed_log(store, &before, record.id).await?.is_some() =>
+            {
+                looks += 1;
+            }
+            compacted => return compacted,
+        }
+    }
+}
+
+#[boxed]
+async fn compact_one(store: &Store, mut log: Log, record: SnapshotRecord, options: &CompactOptions) -> Result<Compacted> {
     refuse_features(read_store_file(store).await?.may_ignore())?;
-    let record = match at.into() {
-        StepSelector::Latest => log.state().latest(),
-        StepSelector::Step(step) => log.state().at_step(step),
-    };
-    let record = record
-        .cloned()
-        .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(store.url()))?;
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     let chain = snapshot.inspect().chain();
     let chain_bytes = chain.iter().fold(0u64, |sum, link| sum.saturating_add(link.stored_bytes));

@@ -18,8 +18,8 @@ use super::copy_plan::{CopyOptions, CopyPlan, CopyReport, check_links, lost_link
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{
-    Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, check_root, has_store, load_log, read_inline, read_manifest,
-    read_manifest_bytes, read_store_file, refuse_features, refuse_lost_log, store_file_of, without_store_file,
+    Age, Appended, LastWriter, Log, LogState, Need, Owner, SnapshotRecord, changed_log, check_root, has_store, load_log, read_inline,
+    read_manifest, read_manifest_bytes, read_store_file, refuse_features, refuse_lost_log, store_file_of, without_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
@@ -45,6 +45,9 @@ pub struct Copier {
     ahead: Option<AheadUploads>,
     /// Whether the destination takes casks without a transfer where the storage can do so.
     pub(super) shares: bool,
+    /// Whether a live step of the destination that the source has never had is replaced: a job that goes on from an older step saves
+    /// its steps anew. Otherwise such a copy is refused.
+    pub(super) replaces: bool,
 }
 
 impl Copier {
@@ -68,6 +71,7 @@ impl Copier {
             job: Job::here(),
             ahead: None,
             shares: false,
+            replaces: true,
         }
     }
 
@@ -133,9 +137,12 @@ impl Copier {
             let there = plan.report();
             report.present = there.present.saturating_sub(report.snapshots);
             report.forgotten = there.forgotten;
+            if !self.replaces {
+                plan.missing.iter().try_for_each(|record| refuse_to_replace(record, from.state(), self.log.state()))?;
+            }
             for record in &plan.missing {
                 match self.copy_snapshot(source, from.state(), record, &mut report).await {
-                    Err(error) if error.is_damage() && has_changed(source, record).await? => {
+                    Err(error) if error.is_damage() && changed_log(source, from.state(), record.id).await?.is_some() => {
                         looks += 1;
                         if begun_again == MOST_PLANS || looks == MOST_LOOKS {
                             let message = format!(
@@ -267,6 +274,7 @@ impl Copier {
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
         needs.extend(self.needs_of_chain(source, state, record.parent).await?);
         let mut repaired = false;
+        let replaces = self.replaces;
         loop {
             let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |there| {
                 let advice = "if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
@@ -278,6 +286,9 @@ impl Copier {
                     chain_of(there, parent, destination.limits().max_chain_depth)?;
                 }
                 check_links(record, state, there)?;
+                if !replaces {
+                    refuse_to_replace(record, state, there)?;
+                }
                 let snapshot = record.id;
                 let step = record.step;
                 let parent = record.parent;
@@ -462,9 +473,16 @@ const MOST_PLANS: u32 = 16;
 /// Number of times in all. A copy ends, however fast the source changes.
 const MOST_LOOKS: u32 = 1000;
 
-/// Whether the log of a store says something else of a snapshot by now. Its objects may then be gone (log 7.6).
-async fn has_changed(store: &Store, known: &SnapshotRecord) -> Result<bool> {
-    Ok(load_log(store).await?.state().by_id(known.id).is_none_or(|found| found.facts() != known.facts()))
+/// Fails if a snapshot would take the place of a step that was saved at the destination, or is pinned there.
+fn refuse_to_replace(record: &SnapshotRecord, source: &LogState, there: &LogState) -> Result<()> {
+    let Some(found) = there.at_step(record.step).filter(|found| found.id != record.id) else { return Ok(()) };
+    let why = match (found.pinned, source.by_id(found.id)) {
+        (true, _) => "is pinned at the destination, with other content. Unpin it there (`tensorcask pin --off`)",
+        (false, None) => "was saved at the destination, too, with other content. Forget it there (`tensorcask forget`)",
+        (false, Some(_)) => return Ok(()),
+    };
+    let message = format!("step {} {why} to replace it, or copy to another place", record.step);
+    Err(Error::new(ErrorKind::Conflict, message).object(found.manifest_path()))
 }
 
 fn fenced() -> Error {

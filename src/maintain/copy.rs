@@ -29,6 +29,7 @@ pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) ->
     if !options.take_over {
         copier.refuse_owned().await?;
     }
+    copier.replaces = false;
     let (plan, report) = copier.add_missing(source).await?;
     mirror_status(&mut copier.log, copier.writer, &plan.named(options.steps.as_deref())).await?;
     match plan.forgotten.first() {

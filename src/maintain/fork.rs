@@ -49,7 +49,9 @@ pub async fn fork(source: &Store, destination: &Store, options: &ForkOptions) ->
         };
         match fork_at(source, from.state(), destination, step, options).await {
             // A job may have freed the latest step meanwhile (log 7.6).
-            Err(error) if options.step.is_none() && error.kind() == ErrorKind::NotFound && freed < MOST_FREED => {
+            Err(error)
+                if options.step.is_none() && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Conflict) && freed < MOST_FREED =>
+            {
                 if latest(&load_log(source).await?, source)? == step {
                     return Err(error);
                 }
@@ -72,6 +74,7 @@ async fn fork_at(source: &Store, from: &LogState, destination: &Store, step: u64
     let mut copier = Copier::of_log(destination, log, Id::random()?, copy_options);
     copier.refuse_owned().await?;
     copier.shares = options.share;
+    copier.replaces = false;
     let (_, report) = copier.add_missing(source).await?;
     // Also what an interrupted fork has added. A writer makes no delta on a chain whose base is forgotten.
     let state = copier.log.state();

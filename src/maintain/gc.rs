@@ -13,10 +13,10 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::mark::{History, Marks, lost_end, newer_than_log};
+use super::mark::{History, Marks};
 use crate::commit::{
-    Age, Contents, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, is_root, load_complete_log, now_ms, read_store_file, refuse_features,
-    unneeded,
+    Age, Contents, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, is_root, load_complete_log, lost_end, newer_than_log, now_ms,
+    read_store_file, refuse_features, unneeded,
 };
 use crate::store::{Listed, Work, concurrently, remove_staged_file, staged_files};
 use crate::wire::{Event, Id, lasting_folders};

@@ -63,7 +63,6 @@ pub use doctor::{DoctorOptions, DoctorReport, doctor, is_interrupted_write};
 pub use fork::{ForkOptions, fork};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use interval::{daly_interval, lost_share, young_interval};
-pub(crate) use mark::{lost_end, newer_than_log};
 pub use reduce::{Reduced, keep_roles};
 pub use retainer::{Retainer, RetentionReport, apply_retention, retain_roles};
 pub use rewrite::CompactOptions;

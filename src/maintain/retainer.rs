@@ -122,9 +122,10 @@ impl Retainer {
         if self.calls > 0 {
             return Ok(());
         }
+        let manifests = self.store.objects().list("snapshots").await?;
         match load_complete_log(&self.store).await {
             Ok(log) => {
-                self.freeing = Freeing::begin(log.state());
+                self.freeing = Freeing::begin(&self.store, log.state(), &manifests).await;
                 self.log = Some(log);
                 Ok(())
             }

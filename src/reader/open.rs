@@ -2,8 +2,9 @@
 
 use serde_json::{Map, Value};
 
+use super::recover::without_whole_step;
 use super::{SkippedSnapshot, Snapshot, Survey};
-use crate::commit::{History, MOST_LOOKS, SnapshotRecord, SnapshotStatus, load_log};
+use crate::commit::{History, MOST_LOOKS, SnapshotRecord, SnapshotStatus, changed_log, load_log};
 use crate::{Error, Result, Store};
 
 /// Selector of the newest live snapshot by commit.
@@ -55,18 +56,18 @@ impl Store {
                 StepSelector::Latest => (log.state().latest(), "snapshot".to_owned()),
                 StepSelector::Step(step) => (log.state().at_step(step), format!("step {step}")),
             };
-            let record = record
-                .ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()))?
-                .clone();
+            let record = match record {
+                Some(record) => record.clone(),
+                None if at == StepSelector::Latest => return Err(without_whole_step(self, log.state())),
+                None => {
+                    return Err(Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()));
+                }
+            };
             let error = match Snapshot::load(self, log.state(), record.id).await {
                 Err(error) if error.is_damage() && looks < MOST_LOOKS => error,
                 opened => return opened,
             };
-            log = load_log(self).await?;
-            if log.state().by_id(record.id).is_some_and(|now| now.facts() == record.facts()) {
-                return Err(error);
-            }
-            // A job has forgotten and freed the step since, or a compaction has replaced it.
+            log = changed_log(self, log.state(), record.id).await?.ok_or(error)?;
             looks += 1;
         }
     }

@@ -153,7 +153,8 @@ impl OpenChain {
              than one save takes, pin it first (`tensorcask pin`)",
             record.step
         );
-        Err(Error::new(ErrorKind::NotFound, message).object(record.manifest_path()).source(error))
+        // Not `NotFound`, on which a caller may begin anew: the store has newer steps.
+        Err(Error::new(ErrorKind::Conflict, message).object(record.manifest_path()).source(error))
     }
 
     /// Reads parts (link, cask, part, range), all at once.

@@ -3,7 +3,7 @@
 use super::Snapshot;
 use super::content::check_content;
 use super::open_chain::OpenChain;
-use crate::commit::load_log;
+use crate::commit::{Log, LogState, MOST_LOOKS, SnapshotRecord, changed_log, load_log};
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -31,27 +31,46 @@ impl Store {
     /// Opens the newest live snapshot whose whole chain is intact. Reads every manifest, directory and cask index and
     /// compares it with its digest.
     ///
-    /// Damage makes it try the previous snapshot. Any other error (network, permission, an unknown feature) is
-    /// returned, because an older state would hide it.
+    /// Damage makes it try the previous snapshot. A job that frees steps meanwhile makes it look at the log again. Any other error
+    /// (network, permission, an unknown feature) is returned, because an older state would hide it.
     ///
     /// Pages are checked when they are read. If a page is damaged, call this again with the failed ids in `excluded`.
     pub async fn recover(&self, excluded: &[Id]) -> Result<RecoveredSnapshot> {
-        let log = load_log(self).await?;
+        let mut log = load_log(self).await?;
+        for _ in 0..MOST_LOOKS {
+            match self.recover_by(&log, excluded).await? {
+                Recovery::Found(found) => return Ok(found),
+                Recovery::Changed(now) => log = *now,
+            }
+        }
+        let message = "a job forgets and frees steps faster than they can be opened here; nothing is damaged. Pin a step and open it, or \
+                       let the job keep more steps";
+        Err(Error::new(ErrorKind::Conflict, message).object(self.url()))
+    }
+
+    #[boxed]
+    async fn recover_by(&self, log: &Log, excluded: &[Id]) -> Result<Recovery> {
         let mut skipped: Vec<SkippedSnapshot> = Vec::new();
-        for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
+        let candidates: Vec<&SnapshotRecord> = log.state().whole().rev().filter(|record| !excluded.contains(&record.id)).collect();
+        for record in candidates {
             let opened = async {
                 let snapshot = Snapshot::load(self, log.state(), record.id).await?;
                 load_whole(&snapshot.chain).await?;
                 Ok::<_, Error>(snapshot)
             };
-            match opened.await {
-                Ok(snapshot) => return Ok(RecoveredSnapshot { snapshot, skipped }),
-                Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
-                    skipped.push(SkippedSnapshot { step: record.step, snapshot: record.id, error });
-                }
+            let error = match opened.await {
+                Ok(snapshot) => return Ok(Recovery::Found(RecoveredSnapshot { snapshot, skipped })),
+                Err(error) if error.is_damage() || error.kind() == ErrorKind::Conflict => error,
                 Err(error) => return Err(error),
+            };
+            if let Some(now) = changed_log(self, log.state(), record.id).await? {
+                return Ok(Recovery::Changed(Box::new(now)));
             }
+            if error.kind() != ErrorKind::Corrupt {
+                return Err(error);
+            }
+            tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
+            skipped.push(SkippedSnapshot { step: record.step, snapshot: record.id, error });
         }
         Err(match skipped.into_iter().next() {
             Some(newest) => {
@@ -59,9 +78,29 @@ impl Store {
                 Error::corrupt(message).source(newest.error)
             }
             None if !excluded.is_empty() => Error::corrupt("no step can be rebuilt, not even the oldest").object(self.url()),
-            None => Error::not_found("the store has no snapshot").object(self.url()),
+            None => without_whole_step(self, log.state()),
         })
     }
+}
+
+/// Result of one look at the log.
+enum Recovery {
+    Found(RecoveredSnapshot),
+    /// A snapshot was given up or compacted while it was opened. The log as it is now.
+    Changed(Box<Log>),
+}
+
+/// The error of a store in which no step can be the latest. Steps of which tensors were left out are no reason to begin anew.
+pub(super) fn without_whole_step(store: &Store, state: &LogState) -> Error {
+    let error = match state.live().next_back() {
+        None => Error::not_found("the store has no snapshot; `tensorcask ls` lists its steps"),
+        Some(reduced) => Error::template(format!(
+            "the store has no whole step to resume from: step {} and all others were reduced to some of their tensors; name one of them to \
+             read these, or save to a new place",
+            reduced.step
+        )),
+    };
+    error.object(store.url())
 }
 
 /// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.

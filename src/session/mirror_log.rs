@@ -6,9 +6,8 @@ use bytes::Bytes;
 
 use super::log::SessionLog;
 use super::mirror::{Mirror, clear, sequence_of_entry};
-use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, read_store_file};
+use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, lost_end, newer_than_log, read_store_file};
 use crate::error::ResultExt;
-use crate::maintain::{lost_end, newer_than_log};
 use crate::store::concurrently;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
 use crate::{Error, ErrorKind, Result, Store, boxed};

@@ -170,6 +170,7 @@ impl Writer {
         let Prepared { directory, tensor_bytes, content, blobs, finite, decision, age, .. } = prepared;
         let store = self.pipeline.store.clone();
         let replaceable = self.replaceable(step, content, *blobs).await?;
+        let was_pinned = self.log.state().at_step(step).is_some_and(|found| found.pinned);
         let digest = Digest::of(directory);
         let parent_ref = parent.map(Parent::reference);
         let mut manifest = Manifest::new(Id::random()?, step, parent_ref, digest);
@@ -251,13 +252,15 @@ impl Writer {
                 }
                 check_fence(state, writer)?;
                 age.check(floor)?;
-                if let Some(now) = state.at_step(step)
-                    && Some(now.id) != replaceable
-                    && !matches!(self.pipeline.options.existing_step, ExistingStep::Replace)
-                {
-                    let message =
-                        format!("step {step} was saved by another writer meanwhile; nothing was committed. Save it again to compare");
-                    return Err(Error::new(ErrorKind::Conflict, message));
+                if let Some(now) = state.at_step(step) {
+                    let is_other = Some(now.id) != replaceable;
+                    let may_replace = matches!(self.pipeline.options.existing_step, ExistingStep::Replace);
+                    let is_newly_pinned = may_replace && now.pinned && (is_other || !was_pinned) && leader.is_none();
+                    if is_newly_pinned || (is_other && !may_replace) {
+                        let what = if is_newly_pinned { "pinned" } else { "saved by another writer" };
+                        let message = format!("step {step} was {what} meanwhile; nothing was committed. Save it again to compare");
+                        return Err(Error::new(ErrorKind::Conflict, message).object(now.manifest_path()));
+                    }
                 }
                 parent_is_lost = true;
                 if let Some(parent) = parent_id {

@@ -33,7 +33,13 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
         Some(id) => id,
         None => Id::random()?,
     };
+    // Before the log, so that it names what was committed in between.
+    let manifests = if options.retention.is_some() { store.objects().list("snapshots").await? } else { Vec::new() };
     let mut log = open_log(store, None).await?;
+    let freeing = match options.retention {
+        Some(_) => Freeing::begin(store, log.state(), &manifests).await,
+        None => Freeing::default(),
+    };
     let seen = match options.claim {
         Claim::Job => {
             log.job = Some(Job::here());
@@ -70,7 +76,6 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
         // The log admits a step of a session only once.
         pipeline.options.existing_step = ExistingStep::Replace;
     }
-    let freeing = if pipeline.options.retention.is_some() { Freeing::begin(log.state()) } else { Freeing::default() };
     Ok(Writer {
         pipeline,
         id,

@@ -125,8 +125,8 @@ async fn a_reduced_snapshot_never_passes_as_whole() {
     let partial = wrap(objects);
     assert_clean(&partial, &[1]).await;
     assert_weights_only(&partial, 1).await;
-    assert_eq!(partial.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
-    assert_eq!(partial.recover(&[]).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(partial.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::Template, "not an empty store");
+    assert_eq!(partial.recover(&[]).await.unwrap_err().kind(), ErrorKind::Template);
     maintain::copy(&source, &partial, &CopyOptions::default()).await.unwrap();
     assert_clean(&partial, &[1, 2, 3]).await;
     assert_eq!(whole(partial).await, [2, 3]);
@@ -209,6 +209,30 @@ async fn a_step_that_is_pinned_at_the_destination_stays() {
     destination.unpin(1).await.unwrap();
     maintain::copy(&source, &destination, &CopyOptions::default()).await.unwrap();
     assert_clean(&destination, &[2]).await;
+}
+
+/// A copy takes the place of no step that was saved at the destination.
+#[tokio::test]
+async fn a_copy_replaces_no_step_of_the_destination() {
+    for pinned in [false, true] {
+        let ((from, mut writer), there) = (with_deltas(2).await, wrap(Arc::new(InMemory::new())));
+        maintain::copy(&from, &there, &CopyOptions::default()).await.unwrap();
+        add(&there, &[3, 4]).await;
+        if pinned {
+            there.pin(3).await.unwrap();
+        }
+        save(&mut writer, 3).await;
+        let taking_over = CopyOptions { take_over: true, ..CopyOptions::default() };
+        let error = maintain::copy(&from, &there, &taking_over).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+        assert!(error.message().contains(if pinned { "unpin" } else { "Forget it there" }) || pinned, "{error}");
+        assert_clean(&there, &[1, 2, 3, 4]).await;
+        // As the message says.
+        there.unpin(3).await.unwrap();
+        there.forget(&[3]).await.unwrap();
+        maintain::copy(&from, &there, &taking_over).await.unwrap();
+        assert_clean(&there, &[1, 2, 4, 3]).await;
+    }
 }
 
 /// The writer of the destination goes on: nothing has fenced it.

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::common::{SmallState, until, without_inline, wrap, wrap_inline};
 use futures::TryStreamExt;
-use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, GcOptions, Retainer, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Event;
@@ -107,6 +107,29 @@ async fn a_retention_that_leaves_it_to_garbage_collection_deletes_nothing() {
         save(&mut writer, step).await.unwrap();
     }
     assert_eq!(paths(&*memory, "snapshots").await.len(), 5);
+}
+
+/// Entries at the end of the log were lost, and with them the saves and pins in them. A new job continues from an older step.
+#[tokio::test]
+async fn a_job_frees_nothing_if_the_log_has_lost_its_end() {
+    let memory = Arc::new(InMemory::new());
+    let store = wrap(memory.clone());
+    let mut first = writer(&store, Policy::Full, keep_last(9)).await;
+    for step in 1..=6 {
+        save(&mut first, step).await.unwrap();
+    }
+    let log = paths(&*memory, "log").await;
+    for path in log.iter().rev().take(3) {
+        memory.delete(&Path::from(path.as_str())).await.unwrap();
+    }
+    let before = paths(&*memory, "snapshots").await;
+    let store = wrap(memory.clone());
+    let mut next = writer(&store, Policy::Full, keep_last(1)).await;
+    for step in 4..=9 {
+        save(&mut next, step).await.unwrap();
+    }
+    assert!(paths(&*memory, "snapshots").await.is_superset(&before));
+    assert_eq!(whole_steps(&store).await, [9]);
 }
 
 #[tokio::test]
@@ -222,7 +245,7 @@ async fn a_slow_reader_learns_that_its_step_is_gone_and_a_pin_protects_it() {
         save(&mut writer, step).await.unwrap();
     }
     let error = check(&unpinned).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Conflict, "no first start: {error}");
     assert!(error.message().contains("step 1 was forgotten") && error.message().contains("pin"), "{error}");
     assert_eq!(whole_steps(&store).await, [8]);
 }
@@ -254,10 +277,15 @@ async fn readers_of_a_step_that_is_compacted_go_on() {
 
 /// A store of which a job saves steps 4 to 6, and keeps only the last, as soon as somebody reads the manifest of step 1.
 fn freed_at_the_first_look(memory: &Arc<InMemory>) -> Store {
+    freed_at_the_first_read(memory, "snapshots/1-")
+}
+
+/// A store of which a job saves steps 4 to 6, and keeps only the last, as soon as somebody reads an object with this prefix.
+fn freed_at_the_first_read(memory: &Arc<InMemory>, prefix: &'static str) -> Store {
     let armed = AtomicBool::new(true);
     let objects = memory.clone();
     let raced = FaultStore::new(memory.clone(), move |operation, path: &Path| {
-        if operation == Operation::Get && path.as_ref().starts_with("snapshots/1-") && armed.swap(false, Ordering::SeqCst) {
+        if operation == Operation::Get && path.as_ref().starts_with(prefix) && armed.swap(false, Ordering::SeqCst) {
             let store = wrap(objects.clone());
             let saving = async move {
                 let mut writer = writer(&store, Policy::Full, keep_last(1)).await;
@@ -271,6 +299,40 @@ fn freed_at_the_first_look(memory: &Arc<InMemory>) -> Store {
         Fault::None
     });
     wrap(Arc::new(raced))
+}
+
+/// A job frees steps between two reads of a recovery: neither is an older step returned, nor "no step" said.
+#[tokio::test]
+async fn a_recovery_returns_the_newest_step_of_a_job_that_frees() {
+    for pinned in [None, Some(1)] {
+        for prefix in ["snapshots/3-", "casks/"] {
+            let memory = Arc::new(InMemory::new());
+            let store = wrap(memory.clone());
+            let mut first = writer(&store, Policy::Full, keep_last(3)).await;
+            for step in 1..=3 {
+                save(&mut first, step).await.unwrap();
+            }
+            if let Some(step) = pinned {
+                store.pin(step).await.unwrap();
+            }
+            let found = freed_at_the_first_read(&memory, prefix).recover(&[]).await.unwrap();
+            assert_eq!((found.snapshot.step(), found.skipped.len()), (6, 0), "{prefix}, {pinned:?}");
+            check(&found.snapshot).await.unwrap();
+        }
+    }
+}
+
+/// The same of a compaction: it folds the newest step.
+#[tokio::test]
+async fn a_compaction_looks_again_if_a_job_frees_its_step() {
+    let memory = Arc::new(InMemory::new());
+    let mut first = writer(&wrap(memory.clone()), Policy::Consecutive, keep_last(3)).await;
+    for step in 1..=3 {
+        save(&mut first, step).await.unwrap();
+    }
+    let compacted = maintain::compact(&freed_at_the_first_look(&memory), Latest, &CompactOptions::default()).await.unwrap();
+    assert_eq!(compacted.record.step, 6);
+    assert_eq!(whole_steps(&wrap(memory)).await, [6]);
 }
 
 /// The source frees a step while it is being copied: the copy looks at the source again.

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::{SmallState, objects_of, without_inline, wrap};
@@ -9,7 +10,8 @@ use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use tempfile::TempDir;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, DoctorOptions, GcOptions, VerifyOptions};
-use tensorcask::{Error, ErrorKind, ExistingStep, Latest, Policy, Retention, Store, StoreOptions, Writer, WriterOptions};
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::{Error, ErrorKind, ExistingStep, Latest, Policy, Retention, Slice, Store, StoreOptions, Writer, WriterOptions};
 
 const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: true };
 
@@ -311,6 +313,39 @@ async fn a_pinned_step_is_replaced_only_by_itself() {
     assert_eq!((report.collected.len(), report.held.len()), (1, 0));
     store.unpin(2).await.unwrap();
     writer.save(2, &other.tensors(), &other.blobs(), &SmallState::metadata(2)).await.unwrap();
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+}
+
+/// Another process pins a step while the state that is to replace it is uploaded.
+#[tokio::test]
+async fn a_step_that_is_pinned_during_a_save_is_not_replaced() {
+    let memory = Arc::new(InMemory::new());
+    let armed = Arc::new(AtomicBool::new(false));
+    let objects = memory.clone();
+    let switch = armed.clone();
+    let pinning = FaultStore::new(memory.clone(), move |operation, path: &object_store::path::Path| {
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/") && switch.swap(false, Ordering::SeqCst) {
+            let store = wrap(objects.clone());
+            let pin = move || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(store.pin(1));
+            std::thread::spawn(pin).join().unwrap().unwrap();
+        }
+        Fault::None
+    });
+    let replace = WriterOptions { policy: Policy::Full, existing_step: ExistingStep::Replace, ..WriterOptions::default() };
+    let mut writer = wrap(Arc::new(pinning)).writer_with(replace).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    armed.store(true, Ordering::SeqCst);
+    let other = SmallState::at(7);
+    for _ in 0..2 {
+        let error = writer.save(1, &other.tensors(), &other.blobs(), &SmallState::metadata(1)).await.unwrap_err();
+        assert!(error.kind() == ErrorKind::Conflict && error.message().contains("pinned"), "{error}");
+    }
+    let store = wrap(memory);
+    for (name, bytes) in SmallState::at(1).expected() {
+        assert_eq!(store.snapshot(1).await.unwrap().read(name, &Slice::all()).await.unwrap().data, bytes, "{name}");
+    }
+    // The same content may take its place.
+    save(&mut writer, 1).await.unwrap();
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 

@@ -80,6 +80,27 @@ async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
     }
 }
 
+/// A job cannot resume from a reduced step, so it stands for none of the last ones.
+#[tokio::test]
+async fn retention_keeps_a_step_to_resume_from() {
+    let (store, _writer) = chain(1..=3).await;
+    for step in [2, 3] {
+        maintain::compact(&store, step, &CompactOptions::default()).await.unwrap();
+    }
+    let reduced = maintain::keep_roles(&store, &[2], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+    assert!(reduced[0].held.is_none(), "{reduced:?}");
+    store.forget(&[3]).await.unwrap();
+    for keep_last in [1, 2] {
+        let kept = store.retain(Retention { keep_last: Some(keep_last), ..Retention::default() }).await.unwrap();
+        assert!(kept.forgotten.is_empty(), "{kept:?}");
+    }
+    assert_eq!(store.snapshot(Latest).await.unwrap().step(), 1);
+    // Without one, nobody is told that nothing was saved.
+    store.forget(&[1]).await.unwrap();
+    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::Template);
+    assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::Template);
+}
+
 #[tokio::test]
 async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
     let (store, mut writer) = chain(1..=6).await;
@@ -290,8 +311,8 @@ async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
     assert_eq!((&reduced[0].held, &reduced[0].record.roles), (&None, &Some(roles.to_vec())));
     assert_eq!(store.snapshot(1).await.unwrap().read("optimizer.step", &Slice::all()).await.unwrap().data, SmallState::at(1).scalar);
     store.forget(&[2]).await.unwrap();
-    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
-    assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::Template, "not an empty store");
+    assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::Template);
     assert_eq!(save(&mut writer, 4).await.unwrap().parent, None, "nothing whole is left to build upon");
     let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);

@@ -84,6 +84,9 @@ impl Skipped {
     }
 }
 
+/// Number of times that a restore begins again because a job frees the step that is read.
+const MOST_FREED: u32 = 16;
+
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let begun = Instant::now();
     let store = Store::open(&args.store)?;
@@ -92,6 +95,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut skipped: Vec<Skipped> = Vec::new();
     let mut excluded: Vec<Id> = Vec::new();
     let mut first_error = None;
+    let mut freed = 0;
     let mut report = loop {
         let snapshot = if fall_back {
             let (snapshot, passed) = match store.recover(&excluded) {
@@ -115,6 +119,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
                 excluded.push(id);
                 first_error.get_or_insert(error);
             }
+            // A job has forgotten and freed the step meanwhile. There is a newer one.
+            Err(error) if fall_back && error.kind() == ErrorKind::Conflict && freed < MOST_FREED => freed += 1,
             other => break other?,
         }
     };

@@ -126,6 +126,11 @@ impl<'s> RestoreRequest<'s> {
         Self { destination: Some(destination), ..self }
     }
 
+    /// Whether the destination has not ended the restore.
+    pub(crate) fn may_begin_again(&self) -> bool {
+        !self.is_refused
+    }
+
     /// Notes that a copy could not be used. Returns the error if the destination has ended the restore.
     pub(crate) fn pass_over(&mut self, source: Source, step: Option<u64>, error: Error) -> Result<()> {
         if self.is_refused {

@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
+use tensorcask::{Error, ErrorKind, Result, Snapshot, StepSelector, Store};
 
 use super::freshness::UnreachableTier;
 use super::hosts_memory::{note_damage, open_hosts_memory};
@@ -250,6 +250,7 @@ async fn read_store(
     request: &mut RestoreRequest<'_>,
 ) -> Result<Option<Restored<'static>>> {
     let mut excluded: Vec<Id> = Vec::new();
+    let mut freed = 0;
     loop {
         let before = excluded.len();
         let opened = match request.at {
@@ -280,6 +281,16 @@ async fn read_store(
         let (snapshot, error) = match opened {
             Ok(snapshot) => match read_snapshot(&snapshot, source.clone(), request).await {
                 Ok(found) => return Ok(Some(found)),
+                Err(error)
+                    if error.kind() == ErrorKind::Conflict
+                        && request.at == StepSelector::Latest
+                        && request.may_begin_again()
+                        && freed < MOST_FREED
+                        && is_given_up(store, &snapshot).await? =>
+                {
+                    freed += 1;
+                    continue;
+                }
                 Err(error) => (Some(snapshot), error),
             },
             // No store, or no such step.
@@ -294,6 +305,14 @@ async fn read_store(
         }
         excluded.push(id);
     }
+}
+
+/// Number of times that a restore begins again because a job frees the step that is read.
+const MOST_FREED: u32 = 16;
+
+/// Whether a job has forgotten a snapshot since it was opened. Then there is a newer one.
+async fn is_given_up(store: &Store, snapshot: &Snapshot) -> Result<bool> {
+    Ok(restorable_snapshots(store).await?.iter().all(|record| record.id != snapshot.record().id))
 }
 
 /// Reads a damaged snapshot from the nearest tier that has another copy of it.
