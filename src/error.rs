@@ -362,7 +362,7 @@ impl std::error::Error for Advice {}
 
 /// Whether the storage has answered, if one cause of an error tells.
 fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
-    use std::io::ErrorKind::{NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+    use std::io::ErrorKind::{FileTooLarge, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
     if let Some(advice) = cause.downcast_ref::<Advice>() {
         return Some(advice.is_answer);
     }
@@ -386,7 +386,8 @@ fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
         return (!matches!(error.kind(), Unknown | Decode)).then_some(false);
     }
     if let Some(error) = cause.downcast_ref::<std::io::Error>() {
-        return Some(matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem | StorageFull | QuotaExceeded));
+        let is_full = matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge);
+        return Some(is_full || matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem));
     }
     status_in(&cause.to_string()).map(|status| status < 500 && status != 429 && status != 408)
 }

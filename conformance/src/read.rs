@@ -91,7 +91,7 @@ fn read_store(path: &str) -> Result<Value> {
     // A reduced snapshot is never the latest.
     let latest = match store.snapshot(StepSelector::Latest) {
         Ok(snapshot) => Some(snapshot.step()),
-        Err(e) if e.kind() == ErrorKind::NotFound => None,
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Template) => None,
         Err(e) => return Err(e),
     };
     Ok(json!({ "latest": latest, "steps": steps }))

@@ -208,7 +208,7 @@ def test_a_late_reader_learns_why_its_step_is_gone(url):
     store.load()
     late = store.snapshot(1)
     save(store, [2, 3, 4], keep_last=1)
-    with pytest.raises(tensorcask.NotFoundError, match="step 1 was forgotten since .* pin it first"):
+    with pytest.raises(tensorcask.ConflictError, match="step 1 was forgotten since .* pin it first"):
         late.load()
 
 

@@ -37,8 +37,20 @@ impl Log {
     pub(crate) async fn load_whole(store: &Store) -> Result<Self> {
         let mut log = Self::load_part(store).await?;
         log.read_to_end().await?;
-        let gap = StoredEntries::new(&log).find_gap().await?;
-        gap.map_or(Ok(log), Err)
+        log.refuse_gap().await?;
+        Ok(log)
+    }
+
+    /// Fails if an entry is absent. If one has come back after a while, reads those that came with it.
+    #[boxed]
+    pub(super) async fn refuse_gap(&mut self) -> Result<()> {
+        if StoredEntries::new(self).find_gap_once().await?.is_none() {
+            return Ok(());
+        }
+        match StoredEntries::new(self).find_gap().await? {
+            Some(gap) => Err(gap),
+            None => self.read_to_end().await,
+        }
     }
 
     /// Reads what others have committed, until the storage lists no later entry.

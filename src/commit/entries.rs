@@ -23,8 +23,8 @@ const MAX_PAGES: usize = 1000;
 pub(super) const STALE_WAITS: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(1100)];
 
 /// Advice for a log of which a part is missing.
-pub(super) const PUT_BACK: &str = "Put the log back from a copy of the store, or save each step that is left to a new place with \
-    `tensorcask consolidate --step`. Nothing was changed";
+pub(super) const PUT_BACK: &str = "Put the log back from a copy of the store while no job saves here, or save each step that is \
+    left to a new place with `tensorcask consolidate --step`. Nothing was changed";
 
 /// The entries of a log as the storage has them.
 #[derive(Debug, Clone, Copy)]

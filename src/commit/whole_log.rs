@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::entries::{PUT_BACK, StoredEntries, gap};
+use super::entries::{PUT_BACK, gap};
 use super::{Catalog, Log, LogState, SnapshotRecord, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
@@ -58,8 +58,8 @@ pub(crate) async fn load_complete_log(store: &Store) -> Result<Log> {
     let mut log = load_log(store).await?;
     log.read_to_end().await?;
     check_catalogs(&mut log).await?;
-    let gap = StoredEntries::new(&log).find_gap().await?;
-    gap.map_or(Ok(log), Err)
+    log.refuse_gap().await?;
+    Ok(log)
 }
 
 /// Fails if a log is empty and other objects show that it was not.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::common::{SmallState, copy_folder, without_inline, wrap};
+use futures::TryStreamExt;
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::maintain::{self, Copier, CopyOptions, VerifyOptions};
@@ -326,6 +327,42 @@ async fn a_catalog_stands_for_no_entry() {
             }
         }
     }
+}
+
+/// A lost log is put back while a copier opens the store, which first saw the catalog alone. Nobody goes by the state of the catalog.
+#[tokio::test(start_paused = true)]
+async fn a_log_that_comes_back_is_read_to_its_end() {
+    let memory = Arc::new(InMemory::new());
+    let source = wrap(memory.clone());
+    let mut first = source.writer(Policy::Full).await.unwrap();
+    for step in 1..=66 {
+        save(&mut first, step).await.unwrap();
+    }
+    save(&mut source.writer(Policy::Full).await.unwrap(), 67).await.unwrap();
+    let last = Copier::open(&source, &source, Id::random().unwrap(), CopyOptions::default()).await.unwrap().last_writer();
+    let entries: Vec<_> = memory.list(Some(&"log".into())).try_collect().await.unwrap();
+    let mut log = Vec::new();
+    for entry in entries {
+        log.push((entry.location.clone(), memory.get(&entry.location).await.unwrap().bytes().await.unwrap()));
+    }
+    let there = Arc::new(InMemory::new());
+    for object in memory.list(None).try_collect::<Vec<_>>().await.unwrap() {
+        if !object.location.as_ref().starts_with("log/") {
+            there.put(&object.location, memory.get(&object.location).await.unwrap().bytes().await.unwrap().into()).await.unwrap();
+        }
+    }
+    let objects = there.clone();
+    let lists = std::sync::atomic::AtomicU64::new(0);
+    let returning = FaultStore::new(there, move |operation, path| {
+        if operation == Operation::List && path.as_ref().starts_with("log") && lists.fetch_add(1, Ordering::SeqCst) == 2 {
+            for (path, bytes) in &log {
+                futures::executor::block_on(objects.put(path, bytes.clone().into())).unwrap();
+            }
+        }
+        Fault::None
+    });
+    let copier = Copier::open(&source, &wrap(Arc::new(returning)), Id::random().unwrap(), CopyOptions::default()).await.unwrap();
+    assert_eq!((copier.last_writer(), copier.latest().map(|latest| latest.step)), (last, Some(67)));
 }
 
 /// A network file system may remember for a while that a name was absent. An entry that a listing shows is not lost.

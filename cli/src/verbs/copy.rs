@@ -14,7 +14,8 @@ use crate::text::{Text, counted, human_bytes};
 #[command(
     after_help = "Snapshots keep their ids, manifests and casks, byte for byte. The copy gets a new log of the same run. `copy` leaves out
 forgotten snapshots that no copied snapshot needs. It checks every cask at the destination before it commits the snapshot.
-Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy. To share the work among n machines,
+Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy. A step that was saved at the
+destination, or is pinned there, is never replaced: such a copy fails with `conflict`. To share the work among n machines,
 run --shard 0/n to --shard n-1/n, which copy casks and commit nothing, and then the same command without --shard.
 
 Example:

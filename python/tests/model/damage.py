@@ -363,7 +363,9 @@ class Damages:
                 self.outcomes["goes on from the entries that are left"] += 1
                 return False
             raise self._fail(harm, f"others took the place of lost objects: {others[:5]}")
-        self._place.fill({name: data for name, data in harm.originals.items() if after.get(name) == harm.left.get(name)})
+        # The newest first: a log whose end is still missing looks like an older one, and a living agent would go by it.
+        missing = {name: data for name, data in harm.originals.items() if after.get(name) == harm.left.get(name)}
+        self._place.fill(dict(sorted(missing.items(), reverse=True)))
         gone = set(harm.before.objects) - set(after) - set(harm.originals)
         # Without the lost entries, a collector takes what only they name for leftovers.
         return harm.without_end is None or not gone
