@@ -218,7 +218,18 @@ impl Error {
     /// Whether stored objects are damaged or gone. What a newer version wrote, or a writer with other [limits](crate::Limits), is
     /// neither, although this reader [cannot read](ErrorKind::is_unreadable) it.
     pub fn is_damage(&self) -> bool {
-        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound)
+        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound) || self.is_given_up()
+    }
+
+    /// Whether a job has forgotten a snapshot and deleted its objects since it was opened. The store has a newer one.
+    pub fn is_given_up(&self) -> bool {
+        self.clause_name() == Some(GIVEN_UP)
+    }
+
+    /// Whether this reader cannot read stored objects: see [`ErrorKind::is_unreadable`]. Also of a snapshot that was
+    /// [given up](Self::is_given_up) meanwhile.
+    pub fn is_unreadable(&self) -> bool {
+        self.kind().is_unreadable() || self.is_given_up()
     }
 
     /// Whether a commit was refused because garbage collection might delete its objects before it is done: they were written too
@@ -277,6 +288,9 @@ impl Error {
 
 /// Clause of `spec/` that refuses a commit with objects that are too old.
 pub(crate) const TOO_LATE: &str = "log 7.5";
+
+/// Clause of the error for a snapshot that was given up while it was read.
+pub(crate) const GIVEN_UP: &str = "log 7.6";
 
 impl From<tensorcask_kernels::memory::OutOfMemory> for Error {
     fn from(e: tensorcask_kernels::memory::OutOfMemory) -> Self {
@@ -362,7 +376,7 @@ impl std::error::Error for Advice {}
 
 /// Whether the storage has answered, if one cause of an error tells.
 fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
-    use std::io::ErrorKind::{FileTooLarge, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+    use std::io::ErrorKind::{NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
     if let Some(advice) = cause.downcast_ref::<Advice>() {
         return Some(advice.is_answer);
     }
@@ -386,8 +400,7 @@ fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
         return (!matches!(error.kind(), Unknown | Decode)).then_some(false);
     }
     if let Some(error) = cause.downcast_ref::<std::io::Error>() {
-        let is_full = matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge);
-        return Some(is_full || matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem));
+        return Some(matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem | StorageFull | QuotaExceeded));
     }
     status_in(&cause.to_string()).map(|status| status < 500 && status != 429 && status != 408)
 }
@@ -403,6 +416,19 @@ pub(crate) fn is_refusal(error: &object_store::Error) -> bool {
     // A server answers 408, 409, 412, 425 and 429 to a request that may succeed, or has succeeded, in another attempt.
     let refuses = |status| matches!(status, 400..=499 | 501 | 507) && ![408, 409, 412, 425, 429].contains(&status);
     is_named || causes.filter_map(|cause| status_in(&cause.to_string())).next().is_some_and(refuses)
+}
+
+/// Whether a network file system gave no answer. It may still perform the request.
+pub(crate) fn is_out_of_reach(error: &object_store::Error) -> bool {
+    use std::io::ErrorKind::{
+        HostUnreachable, Interrupted, NetworkDown, NetworkUnreachable, NotConnected, StaleNetworkFileHandle, TimedOut,
+    };
+    const EIO: i32 = 5;
+    let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
+    causes.filter_map(|cause| cause.downcast_ref::<std::io::Error>()).any(|error| {
+        let is_lost = matches!(error.kind(), HostUnreachable | NetworkDown | NetworkUnreachable | NotConnected | StaleNetworkFileHandle);
+        is_lost || matches!(error.kind(), TimedOut | Interrupted) || error.raw_os_error() == Some(EIO)
+    })
 }
 
 /// The status of a server's answer. `object_store` tells it in its messages only.

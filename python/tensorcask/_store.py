@@ -160,7 +160,7 @@ class Store(Upkeep):
                 A row that changed and is left out fails the save.
             overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
                 ``ConflictError``; saving the same content again is not.
-            keep_last: Number of live steps to keep. After the commit, older steps are forgotten, except pinned ones.
+            keep_last: Number of live steps to keep; reduced ones do not count. After the commit, older steps are forgotten, except pinned ones.
                 ``free`` says when their disk space is free. If all kept steps are known to hold NaN or infinities (``check="tag"`` or
                 ``statistics=True``), the newest finite step stays too, with a warning. If forgetting fails, a warning is
                 logged, the step stays saved, and the next save with ``keep_last`` tries again.
@@ -306,6 +306,7 @@ class Store(Upkeep):
         ``store.at(url)`` is a store with the settings of this one. Snapshots keep their ids and bytes, and every byte is
         checked at the destination. Copying again adds new snapshots and completes an interrupted copy. If a job saves to the
         destination, this is a ``ConflictError``, unless ``take_over``: the next save of that job then fails with ``FencedError``.
+        A step that was saved at the destination, or is pinned there, is never replaced: that is a ``ConflictError``, too.
 
         >>> store = Store("memory://copy-example")
         >>> for step in (1, 2):

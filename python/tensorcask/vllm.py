@@ -397,7 +397,7 @@ class TensorcaskTrainerWeightTransferEngine(TrainerWeightTransferEngine[Tensorca
 
     def _next_version(self) -> int:
         try:
-            return self._store.snapshot().step + 1
+            return max(self._store.steps, default=0) + 1
         except _native.NotFoundError:
             return 1
 

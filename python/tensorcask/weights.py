@@ -144,7 +144,7 @@ class Subscriber:
         """The snapshot of a version; None if it is held already, or none is published."""
         try:
             snapshot = self._store.snapshot("latest" if version is None else version)
-        except _native.NotFoundError:
+        except (_native.NotFoundError, _native.TemplateError):
             if version is None:
                 return None
             raise
@@ -188,7 +188,8 @@ class Subscriber:
     def _update_past_damage(self) -> int | None:
         try:
             newest = self._store.snapshot()
-        except _native.NotFoundError:
+        except (_native.NotFoundError, _native.TemplateError):
+            # Nothing was published yet, or only versions are left of which tensors were dropped.
             return None
         if newest.id == self._damaged:
             return None

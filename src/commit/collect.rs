@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Log, LogState, SnapshotRecord, SnapshotStatus, lost_end, newer_than_log, read_manifest, refuse_features};
+use super::{Log, LogState, SnapshotRecord, SnapshotStatus, find_lost_end, read_manifest, refuse_features};
 use crate::store::{Listed, Store, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -55,13 +55,18 @@ impl Freeing {
     /// Frees with the first save already what an earlier process has forgotten. Frees nothing if the log seems to lack entries at its
     /// end: they may have pinned what it gives up. `manifests`: a listing from before the log was read.
     pub(crate) async fn begin(store: &Store, state: &LogState, manifests: &[Listed]) -> Self {
-        let lost = match newer_than_log(store, state, manifests).await {
-            Ok(newer) => lost_end(&newer),
+        let lost = match find_lost_end(store, state, manifests).await {
+            Ok(lost) => lost,
+            // It says nothing about the log. Garbage collection looks again.
+            Err(error) if error.kind() == ErrorKind::Storage => None,
             Err(error) => Some(error),
         };
         let mut freeing = Self { is_refused: lost.is_some(), ..Self::default() };
         if let Some(error) = lost {
-            tracing::warn!(%error, "saves may be missing from the log, so this job leaves forgotten steps to garbage collection");
+            tracing::warn!(
+                %error,
+                "saves may be missing from the log, so this job leaves forgotten steps to garbage collection until it is started again"
+            );
         }
         freeing.waiting = freeing.freeable(state);
         freeing

@@ -9,7 +9,7 @@ use super::store_file::read_store_file;
 use super::{
     Age, CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotRecord, SnapshotStatus, Stale, Standing, Summary, now_ms, read_manifest,
 };
-use crate::error::{ResultExt, is_refusal};
+use crate::error::{ResultExt, is_out_of_reach, is_refusal};
 use crate::store::{Created, Store, concurrently};
 use crate::wire::{Digest, Event, Id, InlineSnapshot, Job, LogEntry, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -315,7 +315,7 @@ impl Log {
             };
             match manifest {
                 Ok(manifest) => Ok(Ok((at, Summary::of(&manifest)))),
-                Err(error) if error.kind().is_unreadable() => Ok(Err((record, error))),
+                Err(error) if error.is_unreadable() => Ok(Err((record, error))),
                 Err(error) => Err(error),
             }
         };
@@ -372,10 +372,8 @@ impl Log {
                 // The entry is another writer's, or our own after a lost answer.
                 Ok(Created::Exists) => {}
                 Err(e) => {
-                    let is_refused = is_refusal(&e);
+                    let definite = attempt == 0 && (is_refusal(&e) || (local && !is_out_of_reach(&e)));
                     let error = Error::storage(&path, e);
-                    // A network file system may carry out later what it has not answered.
-                    let definite = attempt == 0 && (is_refused || (local && !error.is_unanswered()));
                     if definite { refusal = Some(error) } else { last_error = Some(error) }
                 }
             }

@@ -41,9 +41,10 @@ pub(crate) async fn newer_than_log(store: &Store, state: &LogState, manifests: &
             Ok(None) => Ok(None),
             Ok(Some(bytes)) => match Manifest::decode(&bytes, store.limits()) {
                 Ok((manifest, _)) => Ok(Some((listed, manifest))),
-                // Damage in an object that nothing names concerns nobody. A newer version may have saved what this one cannot read.
-                Err(e) if e.kind() == ErrorKind::Corrupt => Ok(None),
-                Err(e) => Err(e.object(listed.path)),
+                // A newer version may have saved what this one cannot read.
+                Err(e) if e.kind() == ErrorKind::Unsupported && listed.modified_ms >= newest_ms => Err(e.object(listed.path)),
+                // Damage in an object that nothing names concerns nobody.
+                Err(_) => Ok(None),
             },
             Err(e) if e.kind().is_damaged_object() => Ok(None),
             Err(e) => Err(e),
@@ -62,6 +63,14 @@ pub(crate) async fn newer_than_log(store: &Store, state: &LogState, manifests: &
         }
     }
     Ok(newer)
+}
+
+/// Looks for snapshots that were saved after everything that the log names, and that it never names.
+#[boxed]
+pub(crate) async fn find_lost_end(store: &Store, state: &LogState, manifests: &[Listed]) -> Result<Option<Error>> {
+    let is_unknown = |listed: &&Listed| snapshot_of(&listed.path).is_some_and(|id| state.by_id(id).is_none());
+    let unknown: Vec<Listed> = manifests.iter().filter(is_unknown).cloned().collect();
+    Ok(lost_end(&newer_than_log(store, state, &unknown).await?))
 }
 
 /// Time at which an entry was written, by the clock of its writer.

@@ -29,7 +29,7 @@ pub use history::History;
 pub use known_log::{ContinuedSession, KnownLog};
 pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
 pub(crate) use log::{Appended, Log, MOST_LOOKS, load_from, refuse_features, replace_from};
-pub(crate) use lost_end::{UnnamedManifest, lost_end, newer_than_log};
+pub(crate) use lost_end::{UnnamedManifest, find_lost_end, lost_end, newer_than_log};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub(crate) use need::Need;
 pub(crate) use owner::Owner;

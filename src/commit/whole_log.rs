@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::entries::{PUT_BACK, gap};
+use super::entries::{PUT_BACK, STALE_WAITS, gap};
 use super::{Catalog, Log, LogState, SnapshotRecord, Standing, read_store_file};
 use crate::error::ResultExt;
 use crate::store::Store;
@@ -82,14 +82,23 @@ impl Log {
     #[boxed]
     pub(crate) async fn refuse_lost_below_snapshots(&self) -> Result<()> {
         let objects = self.store.objects();
-        if objects.head_if_present(&LogEntry::path_of(1)).await?.is_some() {
-            return Ok(());
-        }
-        let (catalogs, snapshots) = tokio::join!(objects.list("catalog"), objects.list("snapshots"));
         let known: BTreeSet<String> = self.state.snapshots().iter().map(SnapshotRecord::manifest_path).collect();
-        let snapshots = snapshots?.into_iter().filter(|object| known.contains(&object.path)).count();
-        let left = Contents(vec![("catalog", catalogs?.len()), ("snapshots", snapshots)]);
-        left.without_empty().lost_log().map_or(Ok(()), Err)
+        let mut waits = STALE_WAITS.into_iter();
+        loop {
+            if objects.head_if_present(&LogEntry::path_of(1)).await?.is_some() {
+                return Ok(());
+            }
+            let (catalogs, snapshots) = tokio::join!(objects.list("catalog"), objects.list("snapshots"));
+            let snapshots = snapshots?.into_iter().filter(|object| known.contains(&object.path)).count();
+            let left = Contents(vec![("catalog", catalogs?.len()), ("snapshots", snapshots)]);
+            let Some(lost) = left.without_empty().lost_log() else { return Ok(()) };
+            // A deletion may be under way, and views of network file systems may lag.
+            let Some(wait) = waits.next() else {
+                let message = format!("{}. If the store was deleted on purpose, delete the rest of it, too", lost.message());
+                return Err(Error::corrupt(message).object(LogEntry::path_of(1)).clause("log 5.7"));
+            };
+            tokio::time::sleep(wait).await;
+        }
     }
 }
 

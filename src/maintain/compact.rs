@@ -40,7 +40,7 @@ pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &Compa
     let at = at.into();
     let mut looks = 0;
     loop {
-        let log = load_complete_log(store).await?;
+        let mut log = load_complete_log(store).await?;
         let record = match at {
             StepSelector::Latest => log.state().latest(),
             StepSelector::Step(step) => log.state().at_step(step),
@@ -48,14 +48,9 @@ pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &Compa
         let record = record
             .cloned()
             .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(store.url()))?;
-        let before = log.state().clone();
-        match compact_one(store, log, record.clone(), options).await {
+        match compact_one(store, &mut log, record.clone(), options).await {
             // A job has freed the step, or another process has compacted it, while it was read.
-            Err(error)
-                if (error.is_damage() || error.kind() == ErrorKind::Conflict)
-                    && looks < MOST_LOOKS
-                    && changed_log(store, &before, record.id).await?.is_some() =>
-            {
+            Err(error) if error.is_damage() && looks < MOST_LOOKS && changed_log(store, log.state(), record.id).await?.is_some() => {
                 looks += 1;
             }
             compacted => return compacted,
@@ -64,7 +59,7 @@ pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &Compa
 }
 
 #[boxed]
-async fn compact_one(store: &Store, mut log: Log, record: SnapshotRecord, options: &CompactOptions) -> Result<Compacted> {
+async fn compact_one(store: &Store, log: &mut Log, record: SnapshotRecord, options: &CompactOptions) -> Result<Compacted> {
     refuse_features(read_store_file(store).await?.may_ignore())?;
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     let chain = snapshot.inspect().chain();
@@ -80,7 +75,7 @@ async fn compact_one(store: &Store, mut log: Log, record: SnapshotRecord, option
     let mut manifest = snapshot.manifest().clone();
     manifest.casks = Rewriter::new(store, &snapshot, options, &|_| true).rewrite().await?;
     (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
-    let sequence = commit_manifest(store, &mut log, &record, &manifest, |state, digest| {
+    let sequence = commit_manifest(store, log, &record, &manifest, |state, digest| {
         age.check(options.age_floor)?;
         check_unchanged(state, &record)?;
         Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })

@@ -128,18 +128,15 @@ impl Copier {
         let mut looks = 0;
         'plan: loop {
             let from = load_log(source).await?;
-            let mut plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+            let mut plan = self.plan(source, from.state())?;
             if !plan.missing.is_empty() {
                 // Another copier may have added snapshots before this one fenced it.
                 self.open_log(None).await?;
-                plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+                plan = self.plan(source, from.state())?;
             }
             let there = plan.report();
             report.present = there.present.saturating_sub(report.snapshots);
             report.forgotten = there.forgotten;
-            if !self.replaces {
-                plan.missing.iter().try_for_each(|record| refuse_to_replace(record, from.state(), self.log.state()))?;
-            }
             for record in &plan.missing {
                 match self.copy_snapshot(source, from.state(), record, &mut report).await {
                     Err(error) if error.is_damage() && changed_log(source, from.state(), record.id).await?.is_some() => {
@@ -166,6 +163,15 @@ impl Copier {
         }
     }
 
+    fn plan(&self, source: &Store, from: &LogState) -> Result<CopyPlan> {
+        let there = self.log.state();
+        let plan = CopyPlan::new(source, from, there, self.options.steps.as_deref())?;
+        if !self.replaces {
+            plan.missing.iter().try_for_each(|record| refuse_to_replace(record, from, there))?;
+        }
+        Ok(plan)
+    }
+
     /// Copies part i of n of the casks that the destination lacks, each checked there. Commits nothing.
     #[boxed]
     pub(super) async fn copy_shard(&mut self, source: &Store, part: u64, of: u64) -> Result<CopyReport> {
@@ -173,7 +179,7 @@ impl Copier {
             return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
         }
         let from = load_log(source).await?;
-        let plan = CopyPlan::new(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+        let plan = self.plan(source, from.state())?;
         let mut report = plan.report();
         let destination = self.destination.clone();
         let since_ms = fresh_since(destination.objects().clock_ms().await?, self.options.age_floor);
@@ -476,10 +482,13 @@ const MOST_LOOKS: u32 = 1000;
 /// Fails if a snapshot would take the place of a step that was saved at the destination, or is pinned there.
 fn refuse_to_replace(record: &SnapshotRecord, source: &LogState, there: &LogState) -> Result<()> {
     let Some(found) = there.at_step(record.step).filter(|found| found.id != record.id) else { return Ok(()) };
-    let why = match (found.pinned, source.by_id(found.id)) {
-        (true, _) => "is pinned at the destination, with other content. Unpin it there (`tensorcask pin --off`)",
-        (false, None) => "was saved at the destination, too, with other content. Forget it there (`tensorcask forget`)",
-        (false, Some(_)) => return Ok(()),
+    let why = match source.by_id(found.id) {
+        None => "is saved at the destination, too, and the source has never had that snapshot. Forget it there (`tensorcask forget`)",
+        // A pin stays with the step (log 4.1).
+        Some(_) if found.pinned && !record.pinned => {
+            "is pinned at the destination, there or by an earlier copy. Unpin it there (`tensorcask pin --off`)"
+        }
+        Some(_) => return Ok(()),
     };
     let message = format!("step {} {why} to replace it, or copy to another place", record.step);
     Err(Error::new(ErrorKind::Conflict, message).object(found.manifest_path()))

@@ -18,7 +18,9 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 /// byte, before it is committed. A copy that was interrupted is resumed by copying again. With a shard, only copies casks: see
 /// [`CopyOptions::shard`].
 ///
-/// Fails with `Conflict`, after the others are copied, if the destination has forgotten one of the steps that were asked for.
+/// Fails with `Conflict`, and adds nothing, if a snapshot would take the place of a step that was saved at the destination, or that
+/// is pinned there. Fails with `Conflict`, after the others are copied, if the destination has forgotten one of the steps that were
+/// asked for.
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
     if let Some((part, of)) = options.shard {

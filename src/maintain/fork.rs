@@ -49,9 +49,7 @@ pub async fn fork(source: &Store, destination: &Store, options: &ForkOptions) ->
         };
         match fork_at(source, from.state(), destination, step, options).await {
             // A job may have freed the latest step meanwhile (log 7.6).
-            Err(error)
-                if options.step.is_none() && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Conflict) && freed < MOST_FREED =>
-            {
+            Err(error) if options.step.is_none() && (error.kind() == ErrorKind::NotFound || error.is_given_up()) && freed < MOST_FREED => {
                 if latest(&load_log(source).await?, source)? == step {
                     return Err(error);
                 }

@@ -78,7 +78,7 @@ pub(super) enum OnDamage {
 
 /// Whether an error lies in the snapshot, and not in the store or in another process.
 fn is_of_snapshot(error: &Error) -> bool {
-    error.kind().is_unreadable() || is_lasting(error)
+    error.is_unreadable() || is_lasting(error)
 }
 
 /// Whether a snapshot with this error cannot be reduced, even if all of its objects are there and intact.

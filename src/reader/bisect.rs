@@ -100,7 +100,7 @@ impl History<'_> {
                 async move {
                     let examined = async { Examined::of(&Snapshot::load(self.store, state, id).await?, predicate).await };
                     match examined.await {
-                        Err(error) if !error.kind().is_unreadable() => Err(error),
+                        Err(error) if !error.is_unreadable() => Err(error),
                         result => Ok(result),
                     }
                 }

@@ -11,7 +11,7 @@ use super::CaskSource;
 use crate::chain::{Link, Rows, ShardPlan, chain_of, check_link};
 use crate::commit::{LogState, SnapshotRecord, SnapshotStatus, load_log, read_inline, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
-use crate::error::ResultExt;
+use crate::error::{GIVEN_UP, ResultExt};
 use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::Rect;
@@ -154,7 +154,7 @@ impl OpenChain {
             record.step
         );
         // Not `NotFound`, on which a caller may begin anew: the store has newer steps.
-        Err(Error::new(ErrorKind::Conflict, message).object(record.manifest_path()).source(error))
+        Err(Error::new(ErrorKind::Conflict, message).object(record.manifest_path()).clause(GIVEN_UP).source(error))
     }
 
     /// Reads parts (link, cask, part, range), all at once.

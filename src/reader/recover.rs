@@ -60,7 +60,7 @@ impl Store {
             };
             let error = match opened.await {
                 Ok(snapshot) => return Ok(Recovery::Found(RecoveredSnapshot { snapshot, skipped })),
-                Err(error) if error.is_damage() || error.kind() == ErrorKind::Conflict => error,
+                Err(error) if error.is_damage() => error,
                 Err(error) => return Err(error),
             };
             if let Some(now) = changed_log(self, log.state(), record.id).await? {
@@ -95,8 +95,7 @@ pub(super) fn without_whole_step(store: &Store, state: &LogState) -> Error {
     let error = match state.live().next_back() {
         None => Error::not_found("the store has no snapshot; `tensorcask ls` lists its steps"),
         Some(reduced) => Error::template(format!(
-            "the store has no whole step to resume from: step {} and all others were reduced to some of their tensors; name one of them to \
-             read these, or save to a new place",
+            "no live step is whole: all were reduced to some roles. To read the newest, ask for step {}. To train on, save to a new place",
             reduced.step
         )),
     };

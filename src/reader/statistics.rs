@@ -37,7 +37,7 @@ impl Inspection<'_> {
 
 /// The error of a damaged blob of statistics. Names the blob unless the error names an object already.
 fn unreadable(snapshot: &Snapshot, rank: u32, error: Error) -> Error {
-    if !error.kind().is_unreadable() {
+    if !error.is_unreadable() {
         return error;
     }
     let step = snapshot.step();

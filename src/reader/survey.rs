@@ -70,7 +70,7 @@ impl History<'_> {
                 };
                 match result {
                     Ok(found) => Ok(Ok((step, found))),
-                    Err(error) if error.kind().is_unreadable() => Ok(Err(SkippedSnapshot { step, snapshot: id, error })),
+                    Err(error) if error.is_unreadable() => Ok(Err(SkippedSnapshot { step, snapshot: id, error })),
                     Err(error) => Err(error),
                 }
             }

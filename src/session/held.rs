@@ -42,7 +42,7 @@ pub async fn held_steps(memory: &Store, most: usize) -> Result<Vec<u64>> {
 async fn is_held(memory: &Store, log: &LogState, record: &SnapshotRecord, held: &mut BTreeMap<Id, bool>) -> Result<bool> {
     let links = match chain_of(log, record.id, memory.limits().max_chain_depth) {
         Ok(links) => links,
-        Err(error) if error.kind().is_unreadable() => return Ok(false),
+        Err(error) if error.is_unreadable() => return Ok(false),
         Err(error) => return Err(error),
     };
     for link in &links {
@@ -63,7 +63,7 @@ async fn has_objects(memory: &Store, link: &SnapshotRecord) -> Result<bool> {
     let place = link.manifest_place();
     let manifest = match read_manifest(memory, &place).await {
         Ok(manifest) => manifest,
-        Err(error) if error.kind().is_unreadable() => return Ok(false),
+        Err(error) if error.is_unreadable() => return Ok(false),
         Err(error) => return Err(error),
     };
     if objects.head_if_present(&format!("directories/{}", manifest.directory)).await?.is_none() {

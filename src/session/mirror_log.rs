@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::log::SessionLog;
 use super::mirror::{Mirror, clear, sequence_of_entry};
-use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, lost_end, newer_than_log, read_store_file};
+use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, find_lost_end, read_store_file};
 use crate::error::ResultExt;
 use crate::store::concurrently;
 use crate::wire::{LogEntry, STORE_FILE, StoreFile};
@@ -59,7 +59,7 @@ impl Mirror {
             return Ok(MirrorStart { last, unwritten });
         }
         // The store is an older copy of itself, unless it has lost the end of its log: then memory may have the only one.
-        lost_end(&newer_than_log(&self.store, log.state(), &manifests).await?).map_or(Ok(()), Err)?;
+        find_lost_end(&self.store, log.state(), &manifests).await?.map_or(Ok(()), Err)?;
         clear(&self.memory).await?;
         Ok(MirrorStart { last: 0, unwritten: Some(file) })
     }

@@ -16,13 +16,13 @@ use super::parent::Parent;
 use super::pipeline::publish;
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
-use crate::commit::{Age, Appended, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms};
+use crate::commit::{Age, Appended, Free, Freeing, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms};
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Upload, saves_inline};
 use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Manifest};
-use crate::{Blob, Error, ErrorKind, Free, Result, RoundingReport, boxed};
+use crate::{Blob, Error, ErrorKind, Result, RoundingReport, boxed};
 
 impl Writer {
     /// Opens the parent of a snapshot of `step`; `None` for a base.
@@ -71,7 +71,10 @@ impl Writer {
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;
+        let frees = self.pipeline.options.retention.is_some_and(|retention| retention.free == Free::NextSave);
+        let manifests = if frees { store.objects().list("snapshots").await? } else { Vec::new() };
         let mut log = open_log(&store, Some(self.log.store_file.run)).await?;
+        self.freeing = if frees { Freeing::begin(&store, log.state(), &manifests).await } else { Freeing::default() };
         log.job.clone_from(&self.log.job);
         let id = self.id;
         let predecessors = &self.predecessors;

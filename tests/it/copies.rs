@@ -12,7 +12,7 @@ use object_store::path::Path;
 use tensorcask::maintain::{self, CompactOptions, Copier, CopyOptions, GcOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{ErrorKind, Latest, Policy, Slice, Store, Writer};
+use tensorcask::{ErrorKind, ExistingStep, Latest, Policy, Slice, Store, Writer, WriterOptions};
 
 /// A store with a base of each step.
 async fn source(steps: &[u64]) -> Store {
@@ -223,9 +223,11 @@ async fn a_copy_replaces_no_step_of_the_destination() {
         }
         save(&mut writer, 3).await;
         let taking_over = CopyOptions { take_over: true, ..CopyOptions::default() };
+        let before = there.history().entries().await.unwrap().len();
         let error = maintain::copy(&from, &there, &taking_over).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
-        assert!(error.message().contains(if pinned { "unpin" } else { "Forget it there" }) || pinned, "{error}");
+        assert!(error.message().contains("Forget it there"), "{error}");
+        assert_eq!(there.history().entries().await.unwrap().len(), before, "no job was fenced");
         assert_clean(&there, &[1, 2, 3, 4]).await;
         // As the message says.
         there.unpin(3).await.unwrap();
@@ -233,6 +235,28 @@ async fn a_copy_replaces_no_step_of_the_destination() {
         maintain::copy(&from, &there, &taking_over).await.unwrap();
         assert_clean(&there, &[1, 2, 4, 3]).await;
     }
+}
+
+/// A pin moves with its step. One that the source has taken off stays at the destination, and protects the step there.
+#[tokio::test]
+async fn a_step_that_was_copied_with_its_pin_can_be_copied_again() {
+    let ((from, writer), there) = (with_deltas(2).await, wrap(Arc::new(InMemory::new())));
+    drop(writer);
+    from.pin(2).await.unwrap();
+    maintain::copy(&from, &there, &CopyOptions::default()).await.unwrap();
+    let replace = WriterOptions { policy: Policy::Full, existing_step: ExistingStep::Replace, ..WriterOptions::default() };
+    let mut writer = from.writer_with(replace).await.unwrap();
+    save(&mut writer, 2).await;
+    maintain::copy(&from, &there, &CopyOptions::default()).await.unwrap();
+    assert_clean(&there, &[1, 2]).await;
+
+    from.unpin(2).await.unwrap();
+    save(&mut writer, 2).await;
+    let error = maintain::copy(&from, &there, &CopyOptions::default()).await.unwrap_err();
+    assert!(error.kind() == ErrorKind::Conflict && error.message().contains("Unpin it there"), "{error}");
+    there.unpin(2).await.unwrap();
+    maintain::copy(&from, &there, &CopyOptions::default()).await.unwrap();
+    assert_clean(&there, &[1, 2]).await;
 }
 
 /// The writer of the destination goes on: nothing has fenced it.

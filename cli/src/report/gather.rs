@@ -63,7 +63,7 @@ fn snapshot_rows(store: &Store, records: &[SnapshotRecord], bounds: &Bounds, fau
             times = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
             infos.iter().map(|info| (info.record.id, [info.tensor_bytes, info.stored_bytes])).collect()
         }
-        Err(error) if error.kind().is_unreadable() => {
+        Err(error) if error.is_unreadable() => {
             faults.push(error.to_string());
             HashMap::new()
         }
@@ -165,7 +165,7 @@ impl Run {
         for step in steps {
             let snapshot = match store.snapshot(step) {
                 Ok(snapshot) => snapshot,
-                Err(error) if error.kind().is_unreadable() => continue,
+                Err(error) if error.is_unreadable() => continue,
                 Err(error) => return Err(error),
             };
             let stored: Vec<DirectoryTensor> = snapshot.tensors().into_iter().filter(|tensor| tensor.alias_of.is_none()).collect();
@@ -186,7 +186,7 @@ impl Run {
         let mut total = StepTotal { step, roles: BTreeMap::new(), is_nonfinite: false };
         let damage = match self.add(store, step, at, &mut total) {
             Ok(()) => None,
-            Err(error) if error.kind().is_unreadable() => Some(error.to_string()),
+            Err(error) if error.is_unreadable() => Some(error.to_string()),
             Err(error) => return Err(error),
         };
         if let Some(row) = self.snapshots.get_mut(at) {

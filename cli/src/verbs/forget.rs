@@ -12,8 +12,8 @@ use crate::text::{Text, human_bytes};
 #[command(
     after_help = "A forgotten step cannot be restored, and forgetting cannot be undone. `forget` deletes no bytes: `gc --apply` deletes them
 after a day, if no newer delta needs them. --keep-last and --keep-every always keep pinned steps and the newest step that is
-whole; reduced steps do not count as last ones. With both options, a step stays if either option keeps it. --step forgets all its steps in one commit, or none. You can forget
-steps while a job saves.
+whole; reduced steps do not count as last ones. With both options, a step stays if either option keeps it. --step forgets
+all its steps in one commit, or none. You can forget steps while a job saves.
 
 --keep-role does not forget the steps. It reduces them to the tensors of the given roles; the next gc deletes the other
 tensors. A step stays whole if a newer step needs its other tensors. `latest` skips reduced steps; restore them by number.

@@ -120,7 +120,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
                 first_error.get_or_insert(error);
             }
             // A job has forgotten and freed the step meanwhile. There is a newer one.
-            Err(error) if fall_back && error.kind() == ErrorKind::Conflict && freed < MOST_FREED => freed += 1,
+            Err(error) if fall_back && error.is_given_up() && freed < MOST_FREED => freed += 1,
             other => break other?,
         }
     };

@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
         let step = info.record.step;
         if let Err(error) = report.add_step(&store, step, &mut kept) {
-            if !error.kind().is_unreadable() {
+            if !error.is_unreadable() {
                 return Err(error);
             }
             code = code_with(code, &error);

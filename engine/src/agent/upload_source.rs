@@ -45,7 +45,7 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
     Ok(sources.into_iter().filter(|(run, _)| Some(*run) == newest).map(|(_, source)| source).collect())
 }
 
-/// Whether any source, or the arena, holds something that a tier may lack. A source that does not answer may.
+/// Whether any source, or the arena, holds something that a tier may lack. A source that does not answer counts as holding something.
 pub(super) async fn holds_anything(run: &Run, sources: &[UploadSource]) -> bool {
     for source in sources {
         let holds = match source.store.history().records().await {

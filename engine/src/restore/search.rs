@@ -9,7 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, Snapshot, StepSelector, Store};
+use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 
 use super::freshness::UnreachableTier;
 use super::hosts_memory::{note_damage, open_hosts_memory};
@@ -281,12 +281,9 @@ async fn read_store(
         let (snapshot, error) = match opened {
             Ok(snapshot) => match read_snapshot(&snapshot, source.clone(), request).await {
                 Ok(found) => return Ok(Some(found)),
+                // There is a newer one.
                 Err(error)
-                    if error.kind() == ErrorKind::Conflict
-                        && request.at == StepSelector::Latest
-                        && request.may_begin_again()
-                        && freed < MOST_FREED
-                        && is_given_up(store, &snapshot).await? =>
+                    if error.is_given_up() && request.may_begin_again() && request.at == StepSelector::Latest && freed < MOST_FREED =>
                 {
                     freed += 1;
                     continue;
@@ -309,11 +306,6 @@ async fn read_store(
 
 /// Number of times that a restore begins again because a job frees the step that is read.
 const MOST_FREED: u32 = 16;
-
-/// Whether a job has forgotten a snapshot since it was opened. Then there is a newer one.
-async fn is_given_up(store: &Store, snapshot: &Snapshot) -> Result<bool> {
-    Ok(restorable_snapshots(store).await?.iter().all(|record| record.id != snapshot.record().id))
-}
 
 /// Reads a damaged snapshot from the nearest tier that has another copy of it.
 async fn read_copy(
