@@ -397,9 +397,12 @@ class TensorcaskTrainerWeightTransferEngine(TrainerWeightTransferEngine[Tensorca
 
     def _next_version(self) -> int:
         try:
-            return max(self._store.steps, default=0) + 1
+            return self._store.snapshot().step + 1
         except _native.NotFoundError:
             return 1
+        except _native.TemplateError:
+            # Only versions are left of which tensors were dropped.
+            return max(self._store.steps) + 1
 
 
 class LLMWeightSyncClient:

@@ -485,7 +485,7 @@ fn refuse_to_replace(record: &SnapshotRecord, source: &LogState, there: &LogStat
     let why = match source.by_id(found.id) {
         None => "is saved at the destination, too, and the source has never had that snapshot. Forget it there (`tensorcask forget`)",
         // A pin stays with the step (log 4.1).
-        Some(_) if found.pinned && !record.pinned => {
+        Some(_) if found.pinned && source.at_step(record.step).is_none_or(|live| !live.pinned) => {
             "is pinned at the destination, there or by an earlier copy. Unpin it there (`tensorcask pin --off`)"
         }
         Some(_) => return Ok(()),

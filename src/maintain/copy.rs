@@ -23,6 +23,7 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 /// asked for.
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
+    copier.replaces = false;
     if let Some((part, of)) = options.shard {
         return copier.copy_shard(source, part, of).await;
     }
@@ -31,7 +32,6 @@ pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) ->
     if !options.take_over {
         copier.refuse_owned().await?;
     }
-    copier.replaces = false;
     let (plan, report) = copier.add_missing(source).await?;
     mirror_status(&mut copier.log, copier.writer, &plan.named(options.steps.as_deref())).await?;
     match plan.forgotten.first() {
