@@ -9,8 +9,8 @@ with their real moments instead: FILE is a safetensors file with `optimizer.mast
 
 Compares snapshots that are read as differences (`tensorcask.weights`) with whole safetensors files; with deltas in slime's layout, XOR and
 overwritten bytes, which are made and applied by `tensorcask.slime`; with snapshots of Moonclip, if it is installed; and with indices and
-values in numpy: as they are (vLLM, verl), and gaps between indices, and values, each by zstd -3. CPU seconds are those of this process, all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is
-in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
+values in numpy: as they are (vLLM, verl), and gaps between indices, and values, each by zstd -3. CPU seconds are those of this process,
+all threads, with zeroed buffers at hand; each way ends with the same weights in memory. Everything is in one folder, by default in shared memory. Prints a table: medians, and the range of CPU seconds.
 """
 
 from __future__ import annotations

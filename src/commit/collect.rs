@@ -57,7 +57,7 @@ impl Freeing {
     pub(crate) async fn begin(store: &Store, state: &LogState, manifests: &[Listed]) -> Self {
         let lost = match find_lost_end(store, state, manifests).await {
             Ok(lost) => lost,
-            // It says nothing about the log. Garbage collection looks again.
+            // A storage error says nothing about the log. Garbage collection looks again.
             Err(error) if error.kind() == ErrorKind::Storage => None,
             Err(error) => Some(error),
         };

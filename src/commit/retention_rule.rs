@@ -47,6 +47,11 @@ impl Free {
 }
 
 impl Retention {
+    /// Whether each save frees what an earlier one has forgotten.
+    pub(crate) fn frees(self) -> bool {
+        self.free == Free::NextSave
+    }
+
     /// Refuses a retention that keeps nothing.
     pub fn check(self) -> Result<()> {
         let all = [self.keep_last, self.keep_every, self.keep_weights_every];

@@ -544,7 +544,7 @@ pub(super) async fn open_of_run(destination: &Store, file: StoreFile) -> Result<
         }
         Err(e) => return Err(e),
     }
-    // Of a log with a gap, the last writer before it would pass for the last of all.
+    // In a log with a gap, the last writer before the gap would look like the last writer of all.
     let log = Log::load_whole(destination).await?;
     refuse_lost_log(&log).await?;
     Ok(log)

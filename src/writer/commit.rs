@@ -16,7 +16,7 @@ use super::parent::Parent;
 use super::pipeline::publish;
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer};
 use crate::chain::{DecisionReason, Link, PolicyDecision, SaveTimes, chain_of, milliseconds};
-use crate::commit::{Age, Appended, Free, Freeing, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms};
+use crate::commit::{Age, Appended, Freeing, LogState, Need, Retention, Stale, Standing, Summary, forget_unwanted, now_ms};
 use crate::error::ResultExt;
 use crate::precision::PrecisionDecision;
 use crate::reader::{Snapshot, has_blobs};
@@ -71,7 +71,7 @@ impl Writer {
         self.pipeline.base.clear();
         self.pipeline.changed_rows.clear();
         self.durable_directory = None;
-        let frees = self.pipeline.options.retention.is_some_and(|retention| retention.free == Free::NextSave);
+        let frees = self.pipeline.options.retention.is_some_and(Retention::frees);
         let manifests = if frees { store.objects().list("snapshots").await? } else { Vec::new() };
         let mut log = open_log(&store, Some(self.log.store_file.run)).await?;
         self.freeing = if frees { Freeing::begin(&store, log.state(), &manifests).await } else { Freeing::default() };
@@ -325,7 +325,7 @@ impl Writer {
             return;
         }
         // Hosts may encode deltas whose parents are forgotten before they are committed.
-        if retention.free == Free::Gc || self.leader.is_some() {
+        if !retention.frees() || self.leader.is_some() {
             return;
         }
         match self.freeing.free(&mut self.log).await {

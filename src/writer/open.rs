@@ -3,8 +3,7 @@
 use super::pipeline::SavePipeline;
 use super::{Claim, ExistingStep, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::commit::{
-    FiniteMarks, Free, Freeing, KnownLog, LeaderRefusal, Log, Owner, check_root, has_store, read_store_file, refuse_lost_log,
-    without_store_file,
+    FiniteMarks, Freeing, KnownLog, LeaderRefusal, Log, Owner, check_root, has_store, read_store_file, refuse_lost_log, without_store_file,
 };
 use crate::store::{Created, probe};
 use crate::wire::{Event, Id, Job, Leader, STORE_FILE, StoreFile};
@@ -34,7 +33,7 @@ pub(crate) async fn open_as(store: &Store, options: WriterOptions, leader: Optio
         Some(id) => id,
         None => Id::random()?,
     };
-    let frees = leader.is_none() && options.retention.is_some_and(|retention| retention.free == Free::NextSave);
+    let frees = leader.is_none() && options.retention.is_some_and(Retention::frees);
     // Before the log, so that it names what was committed in between.
     let manifests = if frees { store.objects().list("snapshots").await? } else { Vec::new() };
     let mut log = open_log(store, None).await?;

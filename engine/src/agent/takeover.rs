@@ -117,7 +117,7 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
         match source.store.history().records().await {
             Ok(ours) if ours.iter().any(|record| record.id == latest.id) => return Ok(()),
             Ok(_) => {}
-            // What is damaged is given up when it is copied.
+            // The upload gives up damaged snapshots.
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => {}
             Err(e) => return Err(e),
         }
